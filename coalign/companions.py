@@ -48,6 +48,7 @@ COMPANIONS = {
             *("contains", "exact_match", "f1", "regex", "math", "multiple_choice", "code"),
             *("Remote", "RemoteJudge", "Tournament", "pairwise"),
         ),
+        BACKENDS: ("judge", "preference"),
         QUESTIONS: ("Pairwise", "Pointwise"),
         CHECKS: ("sandbox",),
     },

@@ -26,8 +26,8 @@ from coalign.config.yaml_reader import emit, emit_inline
 from coalign.data.kinds import KINDS
 from coalign_jobs.sweep.config import SweepConfig
 from coalign_prepare.run_template import RunTemplate
-from coalign_serve.config.pipeline import PipelineConfig
 from coalign_serve.config.serving import CompletionServerConfig, ServeConfig
+from coalign_serve.config.stages import PipelineConfig
 
 # What a person's own recipe, loss or backend imports beside `coalign.…`; nothing else of the package is documented.
 OWN_PARTS = {

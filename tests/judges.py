@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from coalign.backends.engines.request import begin_samples, extend_samples
-from coalign.backends.scorers.judge import JudgeModule
 from coalign.data.batch import Batch
 from coalign.types import Response, Status
+from coalign_graders.services.judge import JudgeModule
 
 
 def answered(questions: Batch, answers: Sequence[str], tokenizer: Any) -> Batch:
@@ -22,7 +22,7 @@ def answered(questions: Batch, answers: Sequence[str], tokenizer: Any) -> Batch:
 
 
 class DigitJudge(JudgeModule):
-    """Likes digits, and says so in the words that the templates of coalign.rewards.judge_questions ask for."""
+    """Likes digits, and says so in the words that the templates of coalign_graders.services.questions ask for."""
 
     def generate(self, questions: Batch, *, samples: int) -> Batch:
         texts = [self.tokenizer.decode(row["tokens"]) for row in questions.rows()]

@@ -45,8 +45,8 @@ from coalign_megatron.convert.sources import find_iteration
 from coalign_megatron.families import find_family
 from coalign_megatron.indexed_writer import IndexedWriter
 from coalign_megatron.vocab.tokenizer import read_tokens
-from coalign_serve.config.pipeline import SelectConfig
 from coalign_serve.config.pipeline_file import load_pipeline
+from coalign_serve.config.stages import SelectConfig
 from coalign_serve.resumable import ResumableOutput
 from coalign_serve.select import KEEP, select
 from tests.config.conftest import recipe_defaults

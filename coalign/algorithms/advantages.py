@@ -1,4 +1,4 @@
-"""Advantages: how much better a token turned out than expected. Pure functions of a whole rollout.
+"""Advantages, which `advantage.fn` names: how much better a token turned out than expected, from a whole rollout.
 
 Positional arguments are columns: token columns [T] over all tokens, prompts included, and sequence columns [N]. Results
 are f32[T], 0 wherever ``loss_mask`` is False; sums run in float64. Every function also returns metrics.
@@ -14,21 +14,6 @@ from torch import Tensor
 
 from coalign.algorithms.segments import RewardGroups, discounted_sum, segment_count, segment_sum
 from coalign.types import Stat
-
-__all__ = [  # what `advantage.fn` can name
-    "fixed_baseline",
-    "gae",
-    "gigpo",
-    "gpg",
-    "group",
-    "opo",
-    "pass_at_k",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "remax",
-    "reverse_kl",
-    "rloo",
-]
 
 
 def gae(
@@ -80,8 +65,6 @@ def group(
     (Dr. GRPO, 2503.20783). Groups may differ in size and be in any order. A group of one, or one of equal rewards, has
     advantage 0 exactly and counts in `groups/zero_std`.
     """
-    if scale not in ("std", "batch", "none"):
-        raise ValueError(f"advantage.scale is '{scale}': expected 'std', 'batch' or 'none'")
     groups = RewardGroups(reward, group)
     advantages = groups.deviation
     if scale == "std":
@@ -93,10 +76,7 @@ def group(
 
 
 def rloo(reward: Tensor, group: Tensor, loss_mask: Tensor, segment: Tensor) -> dict[str, Any]:
-    """REINFORCE leave-one-out (2402.14740): the reward minus the mean of the *other* samples of its group.
-
-    A group of one gets 0.
-    """
+    """REINFORCE leave-one-out (2402.14740): the reward minus the mean of the *other* samples of its group, if any."""
     groups = RewardGroups(reward, group)
     divisor = (groups.size - 1).clamp(min=1)
     return _outcome(groups.deviation * (groups.size / divisor)[groups.member], groups, loss_mask, segment)
@@ -129,11 +109,8 @@ def reinforce_pp_baseline(
 def remax(reward: Tensor, baseline: Tensor, loss_mask: Tensor, segment: Tensor) -> dict[str, Any]:
     """ReMax (2310.10505): the reward minus that of the prompt's greedy response, the column ``baseline`` [N]."""
     advantages = (reward.double() - baseline.double())[segment[loss_mask]]
-    return {
-        "advantages": _spread(advantages, loss_mask),
-        "baseline/mean": Stat.of(baseline),
-        **_advantage_stats(advantages),
-    }
+    stats = {"baseline/mean": Stat.of(baseline), **_advantage_stats(advantages)}
+    return {"advantages": _spread(advantages, loss_mask), **stats}
 
 
 def fixed_baseline(reward: Tensor, loss_mask: Tensor, segment: Tensor, *, baseline: float = 0.0) -> dict[str, Any]:
@@ -155,8 +132,6 @@ def gpg(
     the filter `varied` α is 1. ``scale`` `std` also divides by the group's standard deviation (the paper's F_norm,
     which is 1 by default). verl's α counts rewards that are not 0 as the varied samples: another number.
     """
-    if scale not in ("none", "std"):
-        raise ValueError(f"advantage.scale is '{scale}': expected 'none' or 'std'")
     groups = RewardGroups(reward, group)
     alpha = len(reward) / max(1, int(groups.size[~groups.equal].sum()))
     advantages = alpha * groups.deviation
@@ -239,8 +214,6 @@ def gigpo(
     Metrics: `turns/alone`, the share of turns whose state nobody else was in, and `turns/group`, the mean size of the
     groups of turns. ValueError for a turn without a state.
     """
-    if scale not in ("std", "none"):
-        raise ValueError(f"advantage.scale is '{scale}': expected 'std' or 'none'")
 
     def compare(groups: RewardGroups) -> Tensor:
         return groups.deviation / (groups.std(unbiased=True)[groups.member] + eps if scale == "std" else 1.0)
@@ -252,10 +225,8 @@ def gigpo(
     turns = int(of_token[-1]) + 1 if len(of_token) else 0
     owner = torch.zeros(turns, dtype=torch.int64, device=segment.device).scatter_(0, of_token, sequence)
     state = torch.zeros_like(owner).index_add_(0, of_token, turn_states[loss_mask].long())  # one token a turn is not 0
-    if bool((state == 0).any()):
-        raise ValueError(
-            f"`turn_states` has no state of {int((state == 0).sum())} of {turns} turns: see Episode.anchor"
-        )
+    if missing := int((state == 0).sum()):
+        raise ValueError(f"`turn_states` has no state of {missing} of {turns} turns: see Episode.anchor")
     rewards = segment_sum(token_rewards[loss_mask].double(), of_token, turns)
     state_group = torch.unique(torch.stack([group[owner], state]), dim=1, return_inverse=True)[1]
     alike = RewardGroups(discounted_sum(rewards, owner, gamma), state_group)
@@ -290,11 +261,8 @@ def reverse_kl(
     """
     log_ratio = rollout_logprobs[loss_mask].double() - ref_logprobs[loss_mask].double()
     advantages = discounted_sum(-coef * log_ratio, segment[loss_mask], discount)
-    return {
-        "advantages": _spread(advantages, loss_mask),
-        "teacher_kl": Stat.of(log_ratio),
-        **_advantage_stats(advantages),
-    }
+    stats = {"teacher_kl": Stat.of(log_ratio), **_advantage_stats(advantages)}
+    return {"advantages": _spread(advantages, loss_mask), **stats}
 
 
 def _outcome(per_sequence: Tensor, groups: RewardGroups, loss_mask: Tensor, segment: Tensor) -> dict[str, Any]:
@@ -314,8 +282,10 @@ def _advantage_stats(advantages: Tensor) -> dict[str, Stat]:
 
 def _whiten(values: Tensor) -> Tensor:
     """Mean 0, (population) variance 1; all 0 if they are all equal."""
-    centred = values - values.mean() if len(values) else values
-    return centred / (centred.square().mean() + 1e-8).sqrt() if len(values) else values
+    if not len(values):
+        return values
+    centred = values - values.mean()
+    return centred / (centred.square().mean() + 1e-8).sqrt()
 
 
 def _spread(values: Tensor, loss_mask: Tensor) -> Tensor:

@@ -1,10 +1,9 @@
 """Comparisons of the responses of a group: from rewards to preferences, and from preferences to pairs.
 
-The functions that a configuration names (`pairs`) take columns with one entry per sequence, [N], with the responses of
-a group side by side. They return the columns that the pairwise losses read: ``preference`` f32[N], higher is better
-within a group, NaN for a response that is not compared; ``margin`` f32[N], how much better it is than the worst of its
-group. Equal rewards make no pair. The attribute ``compares``, if there is one, is how many responses of a group the
-function compares at most.
+The functions that a configuration names (`pairs`) take columns [N], with the responses of a group side by side. They
+return the columns that the pairwise losses read: ``preference`` f32[N], higher is better within a group, NaN for a
+response that is not compared; ``margin`` f32[N], how much better it is than the worst of its group. Equal rewards make
+no pair. Their attribute ``compares``, if any, is how many responses of a group they compare at most.
 
 Metrics: ``pairs/count``, ``pairs/tied`` (groups without a pair), ``pairs/margin`` (mean reward difference of a pair).
 
@@ -95,10 +94,8 @@ class PreferencePairs:
 
 
 def build_pairs(preference: Tensor, group: Tensor, groups: int) -> PreferencePairs:
-    """Every pair (i, j) of one group with ``preference[i] > preference[j]``; both [N], ``group`` never decreasing.
-
-    Equal preferences make no pair. Work and memory grow with the sum of the squared group sizes.
-    """
+    """Every pair (i, j) of one group with ``preference[i] > preference[j]``; both [N], ``group`` never decreasing. Work
+    and memory grow with the sum of the squared group sizes."""
     sizes = segment_count(group, groups)
     partners = sizes[group]
     first = torch.arange(len(group), device=group.device).repeat_interleave(partners)
@@ -147,9 +144,8 @@ def logistic(z: Tensor, label_smoothing: float = 0.0) -> Tensor:
 def check_smoothing(label_smoothing: float, *, least: float = 0.0) -> None:
     """Raise ValueError unless it is a probability from ``least`` to below one half."""
     if not least <= label_smoothing < 0.5:
-        raise ValueError(
-            f"loss.label_smoothing is {label_smoothing}: it is the share of wrong labels, from {least} to below 0.5"
-        )
+        what = f"the share of wrong labels, from {least} to below 0.5"
+        raise ValueError(f"loss.label_smoothing is {label_smoothing}: it is {what}")
 
 
 def compare_responses(
@@ -169,16 +165,11 @@ def compare_responses(
 
 
 def reward_stats(pairs: PreferencePairs, rewards: Tensor) -> Stats:
-    """Means over pairs. ``accuracy`` is the share of pairs in which the winner has the greater reward.
-
-    A tie counts half, so a policy equal to its reference is at chance.
-    """
+    """Means over pairs. ``accuracy`` is the share of pairs in which the winner has the greater reward. A tie counts
+    half, so a policy equal to its reference is at chance."""
     margin = pairs.difference(rewards)
-    return {
-        **_chosen_rejected("rewards", pairs, rewards),
-        "accuracy": accuracy(margin),
-        "margin": Stat.of(margin),
-    }
+    means = _chosen_rejected("rewards", pairs, rewards)
+    return means | {"accuracy": accuracy(margin), "margin": Stat.of(margin)}
 
 
 def accuracy(margin: Tensor) -> Stat:

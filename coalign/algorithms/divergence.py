@@ -48,32 +48,18 @@ Mode = Literal["truncate", "mask"]
 __all__ = ["AdaptiveKL", "FixedKL"]  # what `kl.fn` can name
 
 
-def k1(logprobs: Tensor, ref: Tensor) -> Tensor:
-    """d, per token. All arguments and results here are [T], in nats."""
-    return logprobs - ref
+def estimate_kl(logprobs: Tensor, ref: Tensor, estimator: Literal["k1", "k2", "k3"] = "k3") -> Tensor:
+    """The estimator of each token, [T], in nats. Its gradient with respect to log π is 1, d or 1 - e^(-d).
 
-
-def k2(logprobs: Tensor, ref: Tensor) -> Tensor:
-    """d² / 2, per token; the gradient with respect to log π is d."""
-    return (logprobs - ref).square() / 2
-
-
-def k3(logprobs: Tensor, ref: Tensor) -> Tensor:
-    """e^(-d) - 1 + d, per token; the gradient with respect to log π is 1 - e^(-d).
-
-    -d is clamped to at most 10 (value at most e^10 - 11, about 22015), where the gradient is 0: otherwise a token that
-    the policy all but ruled out would overflow. Large positive d needs no bound: the value grows linearly.
+    In k3, -d is clamped to at most 10 (value at most e^10 - 11, about 22015), where the gradient is 0: otherwise a
+    token that the policy all but ruled out would overflow. Large positive d needs no bound: the value grows linearly.
     """
+    if estimator == "k1":
+        return logprobs - ref
+    if estimator == "k2":
+        return (logprobs - ref).square() / 2
     log_ratio = (ref - logprobs).clamp(max=MAX_K3_EXPONENT)
     return torch.expm1(log_ratio) - log_ratio
-
-
-def estimate_kl(logprobs: Tensor, ref: Tensor, estimator: str) -> Tensor:
-    """[T]: the estimator by its name, `k1`, `k2` or `k3`; ValueError for another name."""
-    estimators = {"k1": k1, "k2": k2, "k3": k3}
-    if estimator not in estimators:
-        raise ValueError(f"KL estimator '{estimator}': expected one of {', '.join(estimators)}")
-    return estimators[estimator](logprobs, ref)
 
 
 class FixedKL:
@@ -134,7 +120,7 @@ def importance_weights(
 
     Statistics, of tokens at the levels `none` and `token`, else of sequences: `ess` (effective sample size of the
     unbounded weights, 0 to 1), and with a level `is_weight` (mean of the bounded ones) and `is_outside` (share clamped
-    or masked). ValueError for an unknown level or mode, and for bounds that exclude 1.
+    or masked). ValueError for bounds that exclude 1.
     """
     ratios = importance_ratios(old, rollout, segment, sequences, level="token" if level == "none" else level)
     per_sequence = level in ("sequence", "product")
@@ -144,34 +130,24 @@ def importance_weights(
         return torch.ones_like(ratios), stats
     if not 0 <= low <= 1 <= high:
         raise ValueError(f"loss.is_low is {low} and loss.is_high is {high}: the weight on policy, 1, lies between them")
-    weights = bound(ratios, mode, low, high)
-    stats["is_weight"] = Stat.of(bound(counted, mode, low, high))
+    weights, counted_weights = (
+        ratio.clamp(low, high) if mode == "truncate" else torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
+        for ratio in (ratios, counted)
+    )
+    stats["is_weight"] = Stat.of(counted_weights)
     stats["is_outside"] = Stat.of((counted < low) | (counted > high))
     return weights[segment] if per_sequence else weights, stats
 
 
 def importance_ratios(old: Tensor, rollout: Tensor, segment: Tensor, sequences: int, *, level: Level) -> Tensor:
-    """f64[T] at level `token`, else f64[N]: π_old/π_rollout. Sequences without trained tokens have 1.
-
-    The logarithm is clamped to ±20.
-    """
+    """f64[T] at level `token`, else f64[N]: π_old/π_rollout, the logarithm clamped to ±20. Sequences without trained
+    tokens have 1."""
     logs = old.double() - rollout.double()
-    if level in ("sequence", "product"):
+    if level != "token":
         logs = segment_sum(logs, segment, sequences)
-    elif level != "token":
-        raise ValueError(f"loss.is_level is '{level}': expected none, token, sequence or product")
     if level == "sequence":
         logs = logs / segment_count(segment, sequences).clamp(min=1)
     return logs.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-
-def bound(ratios: Tensor, mode: Mode, low: float, high: float) -> Tensor:
-    """Clamp the ratios to [low, high], or set those outside to 0; ValueError for another mode."""
-    if mode == "truncate":
-        return ratios.clamp(low, high)
-    if mode == "mask":
-        return torch.where((ratios >= low) & (ratios <= high), ratios, 0.0)
-    raise ValueError(f"loss.is_mode is '{mode}': expected truncate or mask")
 
 
 @torch.no_grad()
@@ -186,6 +162,6 @@ def mismatch_stats(old: Tensor, rollout: Tensor) -> Stats:
     return {
         "mismatch": Stat.of(distance),
         "mismatch_max": Max(distance.max().item() if len(distance) else 0.0),
-        "mismatch_kl": Stat.of(k3(rollout, old)),
+        "mismatch_kl": Stat.of(estimate_kl(rollout, old)),
         "ess": EffectiveSize.of(ratios),
     }

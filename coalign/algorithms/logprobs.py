@@ -81,15 +81,13 @@ def candidate_logprobs(
     candidates: Tensor,
     *,
     bias: Tensor | None = None,
-    temperature: float = 1.0,
-    scale: float = 1.0,
-    softcap: float | None = None,
     shard: VocabularyShard | None = None,
+    **transform: Any,
 ) -> Tensor:
-    """f32[M, K]: log-probs of ``candidates`` i64[M, K] after hidden [M, H]; logits as in `linear_logprobs`.
+    """f32[M, K]: log-probs of ``candidates`` i64[M, K] after hidden [M, H].
 
-    Differentiable in hidden, weight and bias; ``shard`` as there. Raises ValueError for a candidate outside of the
-    vocabulary.
+    The other arguments here and below, and ``transform`` (temperature, scale, softcap), are those of `linear_logprobs`.
+    Differentiable in hidden, weight and bias. Raises ValueError for a candidate outside of the vocabulary.
     """
     size = len(weight) if shard is None else shard.size
     if candidates.numel() and int(candidates.max()) >= size:
@@ -99,7 +97,7 @@ def candidate_logprobs(
         )
 
     def block(hidden: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        logits = _logits(hidden, weight, bias, temperature, scale, softcap)
+        logits = _logits(hidden, weight, bias, **transform)
         if shard is None:
             return logits.gather(1, ids) - logits.logsumexp(1, keepdim=True)
         local_ids = ids - shard.first
@@ -114,33 +112,22 @@ def candidate_logprobs(
 
 @torch.no_grad()
 def top_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    k: int,
-    *,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    scale: float = 1.0,
-    softcap: float | None = None,
-    shard: VocabularyShard | None = None,
+    hidden: Tensor, weight: Tensor, k: int, *, shard: VocabularyShard | None = None, **transform: Any
 ) -> tuple[Tensor, Tensor]:
     """The ``k`` likeliest tokens after hidden [M, H], best first: i64[M, K], and their log-probs f32[M, K].
 
-    K is the smaller of k and the vocabulary.
+    K is the smaller of k and the vocabulary. ``transform``: also the bias.
     """
     ids, logprobs = [], []
     for block in hidden.split(_count_block_rows(hidden, weight)):
-        logits = _logits(block, weight, bias, temperature, scale, softcap)
+        logits = _logits(block, weight, **transform)
         normaliser = logits.logsumexp(1)
         values, indices = logits.topk(min(k, len(weight)), dim=1)
         if shard is not None:
             more = min(k, shard.size) - values.shape[1]  # all ranks gather equally many
-            values, indices = F.pad(values, (0, more), value=-torch.inf), F.pad(indices + shard.first, (0, more))
-            values, indices, normaliser = (
-                shard.gather_all(values),
-                shard.gather_all(indices),
-                shard.logsumexp(normaliser),
-            )
+            values = shard.gather_all(F.pad(values, (0, more), value=-torch.inf))
+            indices = shard.gather_all(F.pad(indices + shard.first, (0, more)))
+            normaliser = shard.logsumexp(normaliser)
             values, best = values.topk(min(k, shard.size), dim=1)
             indices = indices.gather(1, best)
         ids.append(indices)
@@ -149,20 +136,11 @@ def top_logprobs(
 
 
 @torch.no_grad()
-def log_collision(
-    hidden: Tensor,
-    weight: Tensor,
-    *,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    scale: float = 1.0,
-    softcap: float | None = None,
-    shard: VocabularyShard | None = None,
-) -> Tensor:
+def log_collision(hidden: Tensor, weight: Tensor, *, shard: VocabularyShard | None = None, **transform: Any) -> Tensor:
     """f32[M]: log Σ p² over the vocabulary after hidden [M, H], the log-prob that two draws agree."""
     results = []
     for block in hidden.split(_count_block_rows(hidden, weight)):
-        logits = _logits(block, weight, bias, temperature, scale, softcap)
+        logits = _logits(block, weight, **transform)
         normaliser = logits.logsumexp(1)
         squares = logits.mul_(2).logsumexp(1)
         if shard is not None:
@@ -176,7 +154,12 @@ def _count_block_rows(hidden: Tensor, weight: Tensor) -> int:
 
 
 def _logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, scale: float, softcap: float | None
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    scale: float = 1.0,
+    softcap: float | None = None,
 ) -> Tensor:
     with torch.autocast(hidden.device.type, enabled=False):
         logits = scale * F.linear(hidden, weight.to(hidden.dtype), bias).float()
@@ -309,8 +292,10 @@ class _LinearLogprobs(torch.autograd.Function):
             error = error.to(hidden.dtype)
             if grad_weight is not None:
                 grad_weight[rows] = error.t() @ scaled
-            if grad_hidden is not None:
-                _add_product(grad_hidden, error, cast[rows])
+            if grad_hidden is not None and grad_hidden.dtype == error.dtype:
+                grad_hidden.addmm_(error, cast[rows])
+            elif grad_hidden is not None:
+                grad_hidden.add_(error @ cast[rows])
         if grad_hidden is not None:
             grad_hidden = grad_hidden.mul_(factor[:, None]).to(hidden.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
@@ -323,7 +308,7 @@ def _sum_tiles(
     highest) · (z - highest), and the target's logit (nan if it is not there). All [M]."""
     top = torch.full(targets.shape, torch.finfo(_exact(hidden)).min, dtype=_exact(hidden), device=targets.device)
     total, moment, chosen = torch.zeros_like(top), torch.zeros_like(top), torch.full_like(top, float("nan"))
-    if _use_kernel(hidden, bias):
+    if bias is None and operations.has_kernel(hidden):
         sums = top, total, moment if entropy else None, chosen
         for start, products in head.products(hidden, weight):
             operations.add_tile(products, head.inner, head.outer, targets, start, sums)
@@ -375,10 +360,10 @@ def _errors(
 ) -> Iterator[tuple[int, Tensor]]:
     """(first row of the weight, minus the gradient with respect to inner · product), tile by tile; without entropy
     divided by ``grad``. ``by_entropy``: the gradient of the entropy, and the entropy."""
-    if _use_kernel(hidden, bias):
+    if bias is None and operations.has_kernel(hidden):
         for start, products in head.products(hidden, weight):
-            outer = head.outer
-            operations.turn_into_errors(products, head.inner, outer, targets, start, normaliser, grad, by_entropy)
+            factors = head.inner, head.outer
+            operations.turn_into_errors(products, *factors, targets, start, normaliser, grad, by_entropy)
             yield start, products
         return
     for start, logits in head.tiles(hidden, weight, bias):
@@ -396,22 +381,10 @@ def _errors(
         yield start, error if slope is None else error.mul_(slope)
 
 
-def _use_kernel(hidden: Tensor, bias: Tensor | None) -> bool:
-    return bias is None and operations.has_kernel(hidden)
-
-
 def _locate(targets: Tensor, start: int, logits: Tensor) -> tuple[Tensor, Tensor]:
     """(column of each target in this tile [M, 1], whether it is there [M]), without waiting for a device."""
     local = targets - start
     return local.clamp(0, logits.shape[1] - 1)[:, None], (local >= 0) & (local < logits.shape[1])
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, summed in the dtype of ``total``."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        total.add_(a @ b)
 
 
 def _exact(tensor: Tensor) -> torch.dtype:

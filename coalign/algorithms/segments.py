@@ -11,7 +11,7 @@ function: see coalign.types.LossInput and LossOutput.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -83,53 +83,25 @@ class LossTotals:
     groups: float
 
 
-def count_trained_sequences(segment: Tensor, sequences: int) -> int:
-    """The number of sequences with a trained token. ``segment`` is that of trained tokens."""
-    return int((segment_count(segment, sequences) > 0).sum())
+AGGREGATIONS = ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant")
 
 
 def aggregation_weights(
-    segment: Tensor,
-    sequences: int,
-    *,
-    aggregation: str,
-    totals: LossTotals,
-    constant_length: int | None = None,
+    segment: Tensor, sequences: int, *, aggregation: str, totals: LossTotals, constant_length: int = 1
 ) -> Tensor:
-    """f64[T]: the weight of each trained token.
+    """f64[T]: the weight of each trained token. A micro-batch holds whole sequences.
 
     - ``token_mean``: 1 / tokens
     - ``sequence_mean_token_mean``: 1 / (sequences · tokens of the sequence)
     - ``sequence_mean_token_sum``: 1 / sequences
     - ``constant``: 1 / (sequences · constant_length)   (Dr. GRPO, 2503.20783)
-
-    A micro-batch holds whole sequences. Raises ValueError for another name, or for `constant` without a length.
     """
     ones = torch.ones(len(segment), dtype=torch.float64, device=segment.device)
     if aggregation == "token_mean":
         return ones / totals.tokens
     if aggregation == "sequence_mean_token_mean":
         return ones / segment_count(segment, sequences)[segment] / totals.sequences
-    if aggregation == "sequence_mean_token_sum":
-        return ones / totals.sequences
-    if aggregation == "constant":
-        if constant_length is None:
-            raise ValueError("loss.aggregation is 'constant': set loss.constant_length, the token count to divide by")
-        return ones / (totals.sequences * constant_length)
-    raise ValueError(
-        f"loss.aggregation '{aggregation}': expected token_mean, sequence_mean_token_mean, sequence_mean_token_sum "
-        "or constant"
-    )
-
-
-def sequence_weights(segment: Tensor, sequences: int, *, totals: LossTotals) -> Tensor:
-    """f64[N]: the weights of a loss with one value per sequence: the mean over sequences with trained tokens."""
-    return (segment_count(segment, sequences) > 0).double() / totals.sequences
-
-
-def group_weights(groups: int, *, totals: LossTotals, device: torch.device | str = "cpu") -> Tensor:
-    """f64[G]: the weights of a loss with one value per group: the mean over the groups."""
-    return torch.full((groups,), 1.0 / totals.groups, dtype=torch.float64, device=device)
+    return ones / (totals.sequences * (constant_length if aggregation == "constant" else 1))
 
 
 def required_inputs(loss: Loss, arguments: Mapping[str, Any]) -> tuple[str, ...]:
@@ -152,16 +124,12 @@ def value_unit(loss: Loss) -> str:
 
 
 def check_aggregation(loss: Loss, name: str, aggregation: str, section: str = "loss") -> None:
-    """Raise ValueError for an ``aggregation`` that has no effect on ``loss``, or that the loss is not defined for.
+    """Raise ValueError for an ``aggregation`` that has no effect on ``loss``, or is not among ``loss.aggregations``.
 
-    ``loss.aggregations``, if there is one, lists those it is defined for. ``name`` is the loss's name in the
-    configuration at ``section``.
+    ``name`` is the loss's name in the configuration at ``section``.
     """
     setting = f"{section}.aggregation is `{aggregation}`"
     if value_unit(loss) != "token" and aggregation != "token_mean":
-        raise ValueError(
-            f"{setting} and has no effect: `{name}` gives a value per {value_unit(loss)}, of which the mean is taken"
-        )
-    allowed: Sequence[str] = getattr(loss, "aggregations", (aggregation,))
-    if aggregation not in allowed:
+        raise ValueError(f"{setting} and has no effect: `{name}` takes the mean of a value per {value_unit(loss)}")
+    if aggregation not in (allowed := getattr(loss, "aggregations", AGGREGATIONS)):
         raise ValueError(f"{setting}, which `{name}` is not defined for; expected {' or '.join(allowed)}")

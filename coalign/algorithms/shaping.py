@@ -51,9 +51,9 @@ def shape_reward(
         raise ValueError(f"kl_coef is {kl_coef}, but the batch has no column `ref_logprobs`: run a reference")
     rest = reward.double()
     if turn_rewards is not None:
-        of_turns = turn_weight * turn_rewards[loss_mask]
-        token_rewards[loss_mask] += of_turns
-        rest = rest - segment_sum(of_turns.double(), trained, sequences)
+        weighted = turn_weight * turn_rewards[loss_mask]
+        token_rewards[loss_mask] += weighted
+        rest = rest - segment_sum(weighted.double(), trained, sequences)
     last = loss_mask.nonzero().flatten()[counts.cumsum(0)[counts > 0] - 1]
     token_rewards[last] += rest[counts > 0].to(token_rewards.dtype)
     return {"token_rewards": token_rewards, **stats}
@@ -76,12 +76,8 @@ def sequence_kl_reward(
     trained, sequences = segment[loss_mask], len(reward)
     kl = estimate_kl(rollout_logprobs[loss_mask], ref_logprobs[loss_mask], "k1")
     per_response = segment_sum(kl.double(), trained, sequences)
-    some = segment_count(trained, sequences) > 0
-    return {
-        "reward": (reward - kl_coef * per_response).float(),
-        "kl": Stat.of(per_response, some),
-        "kl_per_token": Stat.of(kl),
-    }
+    stats = {"kl": Stat.of(per_response, segment_count(trained, sequences) > 0), "kl_per_token": Stat.of(kl)}
+    return {"reward": (reward - kl_coef * per_response).float(), **stats}
 
 
 def scale_truncated(reward: Tensor, status: Tensor, *, factor: float = 1.0, offset: float = 0.0) -> dict[str, Any]:

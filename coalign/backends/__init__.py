@@ -7,14 +7,18 @@ Start with ``base.py``: a backend is a subclass of ``Module``, or of ``Trainable
 - ``hf/`` trains models of transformers in plain torch; ``deepspeed.py`` and the companion coalign-megatron use other
   engines for that.
 - ``engines/`` generates: the contract, and the engines ``native``, ``vllm`` and ``transformers``.
-- ``scorers/`` only score: reward functions, judges, reward models with a tokenizer of their own, cached answers.
+- ``scorers/`` only score: reward functions, reward models with a tokenizer of their own, cached answers. Judges are in
+  the companion coalign-graders.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from fnmatch import fnmatch
 from importlib import metadata
+
+from coalign.config.errors import suggest
 
 CLASSES = {
     "fsdp": "coalign.backends.hf.fsdp:FSDPModule",
@@ -23,19 +27,29 @@ CLASSES = {
     "transformers": "coalign.backends.engines.transformers:TransformersModule",
     "vllm": "coalign.backends.engines.vllm.vllm_module:VLLMModule",
     "reward": "coalign.backends.scorers.reward_functions:RewardModule",
-    "judge": "coalign.backends.scorers.judge:JudgeModule",
-    "preference": "coalign.backends.scorers.judge:PreferenceModule",
     "cached": "coalign.backends.scorers.cached:CachedModule",
     "retokenize": "coalign.backends.scorers.retokenize:RetokenizeModule",
     "cross_tokenizer": "coalign.backends.scorers.retokenize:CrossTokenizerModule",
 }
 
 
+def refuse_owned(options: Iterable[str], owned: Mapping[str, str], section: str) -> None:
+    """Raise ValueError for an option of a library that Coalign sets itself. ``owned``: these, and why."""
+    if name := next((name for name in options if name in owned), None):
+        raise ValueError(f"{section}.{name} is set by Coalign: {owned[name]}")
+
+
+def refuse_unknown(
+    options: Iterable[str], names: Iterable[str], owned: Mapping[str, str], section: str, title: str
+) -> None:
+    """Raise ValueError for an option that is not among the ``names`` that a library has. ``title``: what it is not."""
+    if name := next((name for name in options if name not in names), None):
+        raise ValueError(f"{section}.{name} is no {title}{suggest(name, sorted({*names} - owned.keys()))}")
+
+
 def require_package(module: str, title: str, supported: str, extra: str, *names: str, more: str = "") -> None:
     """Raises ImportError, with the command that installs it, unless a ``supported`` version of a package is installed.
-
-    ``names``: those of its distributions; ``more``: a remark on the command.
-    """
+    ``names``: those of its distributions; ``more``: a remark on the command."""
     install, version = f"pip install 'coalign[{extra}]' ({title} {supported}{more})", None
     for name in names:
         with suppress(metadata.PackageNotFoundError):

@@ -8,8 +8,10 @@ coalign.backends.packing. Unknown settings are refused, never ignored.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -44,6 +46,17 @@ def check_attention(model: nn.Module, compute: Callable[[], object]) -> None:
     except RuntimeError:  # such as a router, which needs to know which experts it chose
         if not next(model.parameters()).is_meta:
             raise
+
+
+@contextmanager
+def refuse_failure(refusal: Callable[[str], Exception]) -> Iterator[None]:
+    """Raise ``refusal(why)`` for what a model stumbles over in this context; not for a lack of memory."""
+    try:
+        yield
+    except (NotImplementedError, torch.OutOfMemoryError):
+        raise
+    except Exception as problem:
+        raise refusal(shorten(f"{type(problem).__name__}: {problem}", 200)) from problem
 
 
 def packed_attention(
@@ -107,12 +120,9 @@ def attend(
     scale: float = query.shape[2] ** -0.5 if scaling is None else scaling
     with torch.autocast(value.device.type, enabled=False):
         if kernel == "varlen":
-            if plan.two_way:
-                raise UnsupportedAttention(
-                    "the attention kernel `varlen` is causal, and tokens of an image see each other here; use `flex`"
-                )
-            if softcap is not None:
-                raise UnsupportedAttention("the attention kernel `varlen` has no soft-capped scores; use `flex`")
+            if plan.two_way or softcap is not None:
+                why = "is causal, and tokens of an image see each other" if plan.two_way else "caps no scores"
+                raise UnsupportedAttention(f"the attention kernel `varlen` {why}; use `flex`")
             return _attend_spans(query.to(value.dtype), key.to(value.dtype), value, plan.spans, scale, window)
         if kernel == "flex":
             return _attend_flex(query.to(value.dtype), key.to(value.dtype), value, plan, scale, window, softcap)
@@ -167,11 +177,9 @@ def attend_flash(
     window: int | None,
     **options: Any,
 ) -> Tensor:
-    """One call of flash attention: query [Q, heads, D], key and value [K, kv_heads, D] -> [Q, heads, D].
-
-    ``spans``: where the queries and the keys of each sequence begin, i32[N + 1] each; ``longest``: the most of both. A
-    sequence's last query is aligned with its last key. ``options`` are further arguments of torch's varlen_attn.
-    """
+    """One call of flash attention: query [Q, heads, D], key and value [K, kv_heads, D] -> [Q, heads, D]. ``spans``:
+    where the queries and the keys of each sequence begin, i32[N + 1] each; ``longest``: the most of both. A sequence's
+    last query is aligned with its last key. ``options`` are further arguments of torch's varlen_attn."""
     from torch.nn.attention.varlen import varlen_attn
 
     out = varlen_attn(
@@ -214,9 +222,7 @@ def _flex_mask(plan: RowPlan, window: int | None) -> BlockMask:
     """A token sees the tokens of its span up to itself, and those of the span that it continues, within ``window``."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    owner, continued = plan.owners
-    # The index of a token within its sequence: a span continues where its prefix ends.
-    positions = plan.positions
+    (owner, continued), positions = plan.owners, plan.positions
     groups = plan.two_way_groups if plan.two_way else None
 
     def sees(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -279,8 +285,7 @@ def _add_bias(
     """[heads, longest, prefix + longest]: what is added to scores, -inf where a query may not look (``seen``; None: at
     later keys). The bias of the query's own position is subtracted: softmax does not see the difference, but bf16 would
     otherwise round the nearest keys of a late query all to one number."""
-    prefix = block.prefix[1] - block.prefix[0] if block.prefix else 0
-    longest = max(block.lengths)
+    prefix, longest = block.prefix_length, max(block.lengths)
     if seen is None:
         seen = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
     biases = bias(torch.arange(prefix + longest, device=device))
@@ -291,7 +296,7 @@ def _apply_softcap(
     query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None, is_causal: bool, enable_gqa: bool,
     scale: float | None, dropout_p: float, softcap: float,
 ) -> Tensor:  # fmt: skip
-    """scaled_dot_product_attention on softcap * tanh(scores / softcap) (Gemma 2). No kernel of torch has it."""
+    """scaled_dot_product_attention on softcap * tanh(scores / softcap) (Gemma 2), which no kernel of torch has."""
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     factor: float = query.shape[-1] ** -0.5 if scale is None else scale

@@ -1,11 +1,8 @@
 """The base classes of all backends: ``Module``, any model of a run, and ``TrainableModule``, one that learns.
 
-``Objective`` turns a model's outputs into a loss: it builds what the loss reads, and weights its values by the counts
-of the whole step.
-
-This file knows no backend, no algorithm and no Ray. It owns the order of events inside a training step: cut the batch
-into updates, count the global denominators, cut each update into micro-batches, forward and backward, optimizer step.
-It is long, so that a training step can be read from top to bottom in one place.
+``Objective`` turns a model's outputs into a loss. ``TrainableModule`` owns the order of events inside a training step:
+cut the batch into updates, count the global denominators, cut each update into micro-batches, forward and backward,
+optimizer step. It is long, so that a step can be read from top to bottom in one place.
 """
 
 from __future__ import annotations
@@ -13,25 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
+from coalign.algorithms import segments
 from coalign.algorithms.divergence import mismatch_stats
-from coalign.algorithms.segments import (
-    LossTotals,
-    aggregation_weights,
-    check_aggregation,
-    count_trained_sequences,
-    group_weights,
-    required_inputs,
-    segment_count,
-    sequence_weights,
-    value_unit,
-)
+from coalign.algorithms.segments import LossTotals, segment_count
 from coalign.backends.optim import compute_learning_rate
 from coalign.backends.packing import get_loss_mask
 from coalign.config.errors import located_at, parse_key
@@ -58,7 +46,9 @@ STEP_STATISTICS = {"value", "grad_norm", "lr", "skipped_updates", "not_finite"}
 
 
 class Objective:
-    """A loss with its configuration: (micro-batch, model outputs) -> the micro-batch's share of the global loss."""
+    """A loss with its configuration: (micro-batch, model outputs) -> the micro-batch's share of the global loss. ``fn``
+    names the loss; ``section`` is the dotted path of its section, for errors. Raises ConfigError for wrong arguments,
+    ValueError for a loss that is not there or an aggregation that has no meaning for it."""
 
     def __init__(
         self,
@@ -69,33 +59,22 @@ class Objective:
         section: str = "loss",
         **arguments: Any,
     ) -> None:
-        """``fn`` names the loss; ``section`` is the dotted path of its section, for errors.
-
-        Raises ConfigError for wrong arguments, ValueError for a loss that is not there or an aggregation that has no
-        meaning for it.
-        """
         with located_at(*parse_key(section), "fn"):
             loss = resolve(fn, LossConfig.home)
         arguments = bind(loss, arguments, section)
-        check_aggregation(loss, fn, aggregation, section)
-        self.name = fn
-        self.section = section
+        segments.check_aggregation(loss, fn, aggregation, section)
+        self.name, self.section, self.aggregation = fn, section, aggregation
         self.loss = partial(loss, **arguments)
-        self.needs = required_inputs(loss, arguments)
-        self.per = value_unit(loss)
-        self.aggregation = aggregation
-        self.weights = partial(aggregation_weights, aggregation=aggregation, constant_length=constant_length)
+        self.needs = segments.required_inputs(loss, arguments)
+        self.per = segments.value_unit(loss)
+        length = 1 if constant_length is None else constant_length
+        self.weights = partial(segments.aggregation_weights, aggregation=aggregation, constant_length=length)
 
     @classmethod
     def of(cls, config: LossConfig, section: str) -> Objective:
         """The loss that ``section`` of the configuration describes."""
-        return cls(
-            config.fn,
-            aggregation=config.aggregation,
-            constant_length=config.constant_length,
-            section=section,
-            **config.arguments,
-        )
+        settings: dict[str, Any] = {"aggregation": config.aggregation, "constant_length": config.constant_length}
+        return cls(config.fn, section=section, **settings, **config.arguments)
 
     def __call__(self, micro: Batch, outputs: Mapping[str, Tensor], totals: LossTotals) -> tuple[Tensor, Stats]:
         """The scalar to differentiate, and the loss's statistics.
@@ -113,9 +92,7 @@ class Objective:
                 "attribute `per` says which: token, sequence, group or batch)"
             )
         if taken := STEP_STATISTICS & set(result.stats):
-            raise ValueError(
-                f"the loss returned statistics named {sorted(taken)}, which the training step itself reports"
-            )
+            raise ValueError(f"the loss returned statistics {sorted(taken)}, which the training step itself reports")
         mismatch: Stats = {}
         if x.logprobs is not None and x.old is not None and x.rollout is not None:
             mismatch = mismatch_stats(x.old, x.rollout)
@@ -135,10 +112,10 @@ class Objective:
     def _weights(self, x: LossInput, totals: LossTotals) -> Tensor:
         if self.per == "token":
             return self.weights(x.segment, x.sequences, totals=totals)
-        if self.per == "sequence":
-            return sequence_weights(x.segment, x.sequences, totals=totals)
+        if self.per == "sequence":  # the mean over those with trained tokens
+            return (segment_count(x.segment, x.sequences) > 0).double() / totals.sequences
         if self.per == "group":
-            return group_weights(x.groups, totals=totals, device=x.segment.device)
+            return torch.full((x.groups,), 1.0 / totals.groups, dtype=torch.float64, device=x.segment.device)
         return torch.ones(1)
 
 
@@ -334,10 +311,8 @@ class Module:
 
     def begin_saves(self) -> bool:
         """Let the next `save`, `save_hf` and `save_adapter` return once they have copied what they write. A collective.
-
         A thread then writes the copies; `coalign.files.read_report` of each directory tells when it is complete. False
-        from a backend without it, whose saves return when everything is written.
-        """
+        from a backend without it, whose saves return when everything is written."""
         return False
 
     def finish_saves(self) -> None:
@@ -345,11 +320,9 @@ class Module:
 
 
 class TrainableModule(Module):
-    """A model that scores and learns (coalign.roles.Trainable), on the methods that a backend supplies.
-
-    Each rank gets a shard of the batch, and all ranks call the same method. ``version`` counts the finished
-    train_steps, ``updates`` the optimizer steps tried, ``tokens`` the tokens trained on, over all ranks.
-    """
+    """A model that scores and learns (coalign.roles.Trainable), on the methods that a backend supplies. Each rank gets
+    a shard of the batch, and all ranks call the same method. ``version`` counts the finished train_steps, ``updates``
+    the optimizer steps tried, ``tokens`` the tokens trained on, over all ranks."""
 
     spmd = True
     needs = {
@@ -364,7 +337,6 @@ class TrainableModule(Module):
     def __init__(self, config: ModelConfig, context: Context) -> None:
         super().__init__(config, context)
         self._batch_shards = len(set(config.shares(context.world_size)))  # ranks may compute rows together
-        self._named_objectives: dict[str, Objective] = {}  # for calls that name another loss than the configured one
 
     @property
     def constant(self) -> Sequence[str]:
@@ -588,8 +560,8 @@ class TrainableModule(Module):
 
     def _count_totals(self, batch: Batch) -> LossTotals:
         segment, group = batch.segment[get_loss_mask(batch)], _groups_of(batch)
-        counts = len(segment), count_trained_sequences(segment, len(batch)), int(group.max()) + 1 if len(group) else 0
-        return LossTotals(*self.all_reduce([float(count) for count in counts]))
+        sequences, groups = len(segment.unique()), int(group.max()) + 1 if len(group) else 0
+        return LossTotals(*self.all_reduce([float(len(segment)), float(sequences), float(groups)]))
 
     def _prepare(
         self, batch: Batch, objective: Objective, totals: LossTotals, logprobs: _TrainedLogprobs | None = None
@@ -647,14 +619,10 @@ class TrainableModule(Module):
     def _objective(self, name: str | None) -> Objective:
         """The loss of the configuration, or the one called ``name``. ValueError without any."""
         if name is not None:
-            if name not in self._named_objectives:
-                self._named_objectives[name] = Objective(name)
-            return self._named_objectives[name]
+            return _build_objective(name)
         if self.context.loss is None:
             model = self.context.model
-            raise ValueError(
-                f"model '{model}' is to be trained, but there is neither a `loss` nor a `models.{model}.loss`"
-            )
+            raise ValueError(f"model '{model}' is to be trained, and there is no `loss` and no `models.{model}.loss`")
         return self.context.loss
 
     def _compare_with_sampler(self, batch: Batch) -> Stats:
@@ -677,9 +645,7 @@ class TrainableModule(Module):
 
 class _TrainedLogprobs:
     """Records the log-probs of a batch's trained tokens before the first update, which a training step computes anyway.
-
-    ``values`` f32[T], NaN where there is none. ``batch`` is the one to cut into micro-batches.
-    """
+    ``values`` f32[T], NaN where there is none. ``batch`` is the one to cut into micro-batches."""
 
     def __init__(self, batch: Batch) -> None:
         recorded = batch.token.get("old_logprobs")
@@ -693,6 +659,9 @@ class _TrainedLogprobs:
             positions = micro.token["token"][get_loss_mask(micro)]
             first = self.values[positions].isnan()
             self.values[positions[first]] = outputs["logprobs"].detach().float().cpu()[first]
+
+
+_build_objective = cache(Objective)  # for calls that name another loss than the configured one
 
 
 def _split_updates(batch: Batch, count: int) -> list[Batch]:

@@ -21,13 +21,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import PreTrainedModel
 
-from coalign.backends import optim, require_package
+from coalign.backends import optim, refuse_owned, refuse_unknown, require_package
 from coalign.backends.base import Outputs
 from coalign.backends.hf.fsdp import HuggingFaceModule
 from coalign.backends.lora import adapts_experts, get_weights
 from coalign.backends.packing import Layout
 from coalign.backends.process_group import join_process_group
-from coalign.config.errors import suggest
 from coalign.config.schema import ModelConfig
 from coalign.devices import is_accelerator
 
@@ -68,6 +67,7 @@ class DeepSpeedModule(HuggingFaceModule):
         if cls.one_group(config):
             for key, reason in _problems(config):
                 raise ValueError(f"models.{name}.{key}{reason}")
+            refuse_owned(config.deepspeed.zero, OWNED, f"models.{name}.deepspeed.zero")
 
     @classmethod
     def check_model(cls, model: PreTrainedModel, config: ModelConfig, name: str) -> None:
@@ -83,9 +83,13 @@ class DeepSpeedModule(HuggingFaceModule):
         """Raises ImportError without a supported DeepSpeed, and ValueError for an option that it does not have."""
         if cls.one_group(config):
             require_package("deepspeed", "DeepSpeed", SUPPORTED, "deepspeed", "deepspeed")
-            if config.deepspeed.zero:
+            if zero := config.deepspeed.zero:
                 _import_deepspeed(device)
-                _check_zero_keys(config.deepspeed.zero, name)
+                from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+                keys = {field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()}
+                title = "key of DeepSpeed's zero_optimization"
+                refuse_unknown(zero, keys, OWNED, f"models.{name}.deepspeed.zero", title)
 
     def setup(self) -> None:
         """Join the other ranks and load the model. Raises what the checks of Module and pretrained.load raise."""
@@ -168,9 +172,13 @@ class DeepSpeedModule(HuggingFaceModule):
         if not path.is_file():
             raise FileNotFoundError(f"{dir} holds no checkpoint of a DeepSpeed engine (no {LAYOUT} there)")
         there, here = json.loads(path.read_text()), self._layout
-        if wrong := [_difference(key, there.get(key), here[key]) for key in here if there.get(key) != here[key]]:
+        there, here = ({**layout, **layout["weights"], "weights": None} for layout in (there, here))
+        names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+        wrong = [f"{name} is {there.get(name)} there and {here.get(name)} here" for name in names[:3]]
+        if wrong:
+            more = f" (and {len(names) - 3} more)" if len(names) > 3 else ""
             raise ValueError(
-                f"checkpoint {dir} is of another model or layout: {'; '.join(wrong)}. DeepSpeed reads a checkpoint "
+                f"checkpoint {dir} is of another model or layout: {'; '.join(wrong)}{more}. DeepSpeed reads one "
                 "with the stage and the number of processes that wrote it; weights alone go on from its `hf` directory"
             )
         _read_weights_only(self.engine)
@@ -247,23 +255,21 @@ def _problems(config: ModelConfig) -> Iterator[tuple[str, str]]:
             f" is `{config.optimizer.name}`: ZeRO gives the optimizer flat partitions of several parameters, and this "
             "one needs whole ones; use `adamw`, or `module: fsdp`",
         )
-    if config.cpu_offload:
-        yield "cpu_offload", ": ZeRO has its own: `deepspeed.offload_optimizer`, `offload_parameters`"
-    if changed := next((key for key in ("compile", "fp8") if getattr(config, key)), None):
-        yield changed, ": not supported under ZeRO; use `module: fsdp`"
-    if config.ema:
-        yield "ema", ": no average is kept beside ZeRO's partitions; use `module: fsdp`"
-    if config.lora and config.lora.base_bits:
-        yield "lora.base_bits", ": ZeRO cannot shard 4-bit weights; use `module: fsdp`"
+    for key, value, reason in (
+        ("cpu_offload", config.cpu_offload, "ZeRO has its own: `deepspeed.offload_optimizer`, `offload_parameters`"),
+        ("compile", config.compile, "not supported under ZeRO; use `module: fsdp`"),
+        ("fp8", config.fp8, "not supported under ZeRO; use `module: fsdp`"),
+        ("ema", config.ema, "no average is kept beside ZeRO's partitions; use `module: fsdp`"),
+        ("lora.base_bits", config.lora and config.lora.base_bits, "ZeRO shards no 4-bit weights; use `module: fsdp`"),
+    ):
+        if value:
+            yield key, f": {reason}"
     if config.dtype != "float32" and not config.frozen:
         yield (
             "dtype",
             f" is {config.dtype}: ZeRO steps on weights in float32; use `dtype: float32` with "
             f"`compute_dtype: {config.dtype}`",
         )
-    for option in config.deepspeed.zero:
-        if option in OWNED:
-            yield f"deepspeed.zero.{option}", f" is set by Coalign: {OWNED[option]}"
 
 
 def _import_deepspeed(device: torch.device) -> Any:
@@ -274,22 +280,10 @@ def _import_deepspeed(device: torch.device) -> Any:
     import deepspeed
 
     if (current := cast(Any, deepspeed.get_accelerator()).device_name()) != device.type:
-        raise ValueError(
-            f"a model is to compute on {device.type}, and DeepSpeed computes on {current} in this process already"
-        )
+        raise ValueError(f"DeepSpeed computes on {current} in this process already, and a model asks for {device.type}")
     deepspeed.utils.logger.setLevel(logging.WARNING)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled for minutes; gloo does its work
     return deepspeed
-
-
-def _check_zero_keys(options: Iterable[str], model: str) -> None:
-    """Raises ValueError for a key that DeepSpeed's section `zero_optimization` does not have."""
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    keys = {field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()}
-    if unknown := [name for name in options if name not in keys]:
-        key, close = f"models.{model}.deepspeed.zero.{unknown[0]}", suggest(unknown[0], keys - OWNED.keys())
-        raise ValueError(f"{key} is no key of DeepSpeed's zero_optimization{close}")
 
 
 def _read_weights_only(engine: DeepSpeedEngine) -> None:
@@ -304,11 +298,3 @@ def _read_weights_only(engine: DeepSpeedEngine) -> None:
 
 def _is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "ds_tensor")
-
-
-def _difference(key: str, there: Any, here: Any) -> str:
-    if not isinstance(here, dict):
-        return f"{key} is {there} there and {here} here"
-    names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
-    shown = ", ".join(f"{name} is {there.get(name)} there and {here.get(name)} here" for name in names[:3])
-    return shown + (f" (and {len(names) - 3} more)" if len(names) > 3 else "")

@@ -75,20 +75,19 @@ HARMLESS: dict[str, Callable[[Any], bool]] = {
 
 @dataclass(frozen=True)
 class _KnownModel:
-    """A decoder with causal attention over all tokens and plain rotary positions.
-
-    ``context``: tokens of the longest sequence. ``shapes``: the language model's, by the tensors' names in files.
-    """
+    """A decoder with causal attention over all tokens and plain rotary positions. ``context``: tokens of the longest
+    sequence. ``shapes``: the language model's, by the tensors' names in files."""
 
     context: int
     shapes: Mapping[str, Shape]
     is_tied: bool
 
     @property
-    def linears(self) -> Counter[tuple[int, int]]:
-        """How many linear layers of (in, out) there are, the head among them."""
+    def linears(self) -> tuple[tuple[tuple[int, int], int], ...]:
+        """((in, out), how many) of the linear layers, the head among them, sorted."""
         shapes = [shape for shape in self.shapes.values() if len(shape) == 2]
-        return Counter((inputs, outputs) for outputs, inputs in (shapes if self.is_tied else shapes[1:]))
+        counts = Counter((inputs, outputs) for outputs, inputs in (shapes if self.is_tied else shapes[1:]))
+        return tuple(sorted(counts.items()))
 
     def fits(self, stored: Mapping[str, StoredTensor], config: ModelConfig) -> bool:
         """Whether files hold the tensors of the model with the head that ``config`` asks for, and no others."""

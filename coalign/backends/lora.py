@@ -22,7 +22,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from coalign.backends.vision_language import find_body, has_towers
-from coalign.config.schema import LoraConfig as LoraSettings
 from coalign.config.schema import ModelConfig, matches_layer
 from coalign.devices import seed_generator
 from coalign.files import read_json_object
@@ -30,11 +29,8 @@ from coalign.hub import find_directory
 from coalign.roles import Context
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-
-if TYPE_CHECKING:
     from peft import LoraConfig
+    from transformers import PreTrainedModel
 
 ADAPTER = "default"  # peft's name for an unnamed adapter
 INFIX = ".lora_"  # in the name of every parameter of an adapter
@@ -72,19 +68,18 @@ def attach(model: PreTrainedModel, config: ModelConfig, *, seed: int, name: str)
     peft, lora = _import_peft(), config.lora
     assert lora is not None
     experts = find_target_experts(model, lora.target)
-    if experts:
-        _check_experts(lora, experts[0], name)
+    for key in ("dropout", "dora"):  # peft does not know them for stacked experts
+        if experts and (value := getattr(lora, key)):
+            what = f"adapters of stacked experts (lora.target matches '{experts[0]}') have none; leave it out"
+            raise ValueError(f"models.{name}.lora.{key} is {value}: {what}")
     loaded = read_settings(find_directory(lora.load)) if lora.load else None
     settings = peft.LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
+        **{field: getattr(lora, key) for key, field in FIELDS.items()},
         rank_pattern=loaded.rank_pattern if loaded else {},
         alpha_pattern=loaded.alpha_pattern if loaded else {},
         lora_dropout=lora.dropout,
         target_modules=_find_target_layers(model, lora.target, f"models.{name}.lora.target"),
         target_parameters=experts or None,
-        use_rslora=lora.rslora,
-        use_dora=lora.dora,
         task_type="CAUSAL_LM" if config.head == "lm" else "SEQ_CLS",
         base_model_name_or_path=config.load,
     )
@@ -108,27 +103,15 @@ def adapts_experts(model: nn.Module) -> bool:
 
 def check_separate(model: nn.Module, context: Context) -> None:
     """Raise ValueError for adapters that are synced separately and have no names that engines read."""
-    if context.adapter_rank is not None and adapts_experts(model):
-        raise ValueError(
-            f"sync.adapters is `apart`, and adapters of stacked experts (models.{context.model}.lora.target) "
-            "have no names in an adapter's file that engines read; use `merged`"
-        )
-    for layer, adapted in _find_adapted_layers(model).items() if context.adapter_rank else ():
-        if (rank := adapted.r[ADAPTER]) != context.adapter_rank:
-            raise ValueError(
-                f"sync.adapters is `apart`, and the adapter in models.{context.model}.lora.load has rank {rank} in "
-                f"{layer} (rank_pattern), not {context.adapter_rank} as elsewhere; use `merged`"
-            )
-
-
-def _check_experts(lora: LoraSettings, target: str, name: str) -> None:
-    """Raises ValueError for settings that peft does not know for stacked experts."""
-    for key in ("dropout", "dora"):
-        if value := getattr(lora, key):
-            raise ValueError(
-                f"models.{name}.lora.{key} is {value}: adapters of stacked experts (lora.target matches '{target}') "
-                "have none; leave it out"
-            )
+    if context.adapter_rank is None:
+        return
+    key = f"sync.adapters is `apart`, and models.{context.model}.lora"
+    if adapts_experts(model):
+        raise ValueError(f"{key}.target adapts stacked experts, for which engines read no adapters; use `merged`")
+    for layer, adapted in _find_adapted_layers(model).items():
+        if (rank := adapted.r[ADAPTER]) != (usual := context.adapter_rank):
+            why = f"has rank {rank} in {layer} (rank_pattern), not {usual} as elsewhere"
+            raise ValueError(f"{key}.load {why}; use `merged`")
 
 
 def _find_target_layers(model: PreTrainedModel, patterns: Sequence[str], key: str) -> list[str]:
@@ -148,13 +131,11 @@ def _find_target_layers(model: PreTrainedModel, patterns: Sequence[str], key: st
                 f"{key}: '{pattern}' matches the head '{head}', which takes no adapter: Coalign reads its weight "
                 "without calling it. `all-linear` is every linear layer but the head"
             )
-        if not hits and find_target_experts(model, [pattern]):
-            continue
-        if not hits and matches_layer(embeddings, pattern):
-            raise ValueError(f"{key}: '{pattern}' matches the embeddings; adapters go into linear layers")
-        if not hits:
-            some = f"the linear layers of {type(model).__name__} ({_examples(inner, pattern)})"
-            raise ValueError(f"{key}: '{pattern}' matches none of {some}")
+        if not hits and not find_target_experts(model, [pattern]):
+            if matches_layer(embeddings, pattern):
+                raise ValueError(f"{key}: '{pattern}' matches the embeddings; adapters go into linear layers")
+            layers = f"the linear layers of {type(model).__name__} ({_examples(inner, pattern)})"
+            raise ValueError(f"{key}: '{pattern}' matches none of {layers}")
         chosen |= dict.fromkeys(hits)
     return list(chosen)
 
@@ -228,10 +209,8 @@ def _find_adapted_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def find_adapted_weights(model: nn.Module) -> dict[str, Any]:
-    """The adapted layer of each frozen weight, by the weight's name in the model.
-
-    An adapter of stacked experts belongs to a parameter. Those of one module are nested in each other.
-    """
+    """The adapted layer of each frozen weight, by the weight's name in the model. An adapter of stacked experts belongs
+    to a parameter. Those of one module are nested in each other."""
     layers = {}
     for name, layer in _find_adapted_layers(model).items():
         inner = layer
@@ -296,10 +275,11 @@ def collect(model: PreTrainedModel, gather: GatherTensor) -> dict[str, Tensor]:
 def write(model: PreTrainedModel, directory: str | Path, tensors: Mapping[str, Tensor]) -> None:
     """Write what `collect` returned so that ``peft.PeftModel.from_pretrained(base, directory)`` loads it."""
     settings = cast("LoraConfig", copy(model.peft_config[ADAPTER]))
-    settings.target_modules = sorted(settings.target_modules or ())
+    targets = settings.target_modules or ()
     if has_towers(model.config):  # peft has shortened the names to what is unique here, not in the complete model
         layers = _find_adapted_layers(model).items()
-        settings.target_modules = sorted(name for name, layer in layers if not hasattr(layer, "parameter_name"))
+        targets = [name for name, layer in layers if not hasattr(layer, "parameter_name")]
+    settings.target_modules = sorted(targets)
     if model.get_output_embeddings() is None:
         settings.modules_to_save = ["score"]
     settings.inference_mode = True
@@ -333,11 +313,10 @@ def load(model: PreTrainedModel, directory: str | Path, name: str) -> None:
 def _check_plain(settings: LoraConfig, directory: str | Path, name: str) -> None:
     """Raise ValueError for fields of an adapter that change what is computed, other than those that are compared."""
     usual = _import_peft().LoraConfig()
-    for field in (field.name for field in fields(usual)):
-        value, plain = getattr(settings, field), PLAIN_VALUES.get(field, ())
-        if field in FREE_FIELDS or field in FIELDS.values() or not value or value == getattr(usual, field):
-            continue
-        if value not in plain:
+    compared = FREE_FIELDS | {*FIELDS.values()}
+    for field in [field.name for field in fields(usual) if field.name not in compared]:
+        value, plain = getattr(settings, field), (getattr(usual, field), *PLAIN_VALUES.get(field, ()))
+        if value and value not in plain:
             raise ValueError(
                 f"models.{name}.lora.load: {directory}/{SETTINGS} has {field}: {value!r}, which `lora` does not train; "
                 f"`coalign merge` it into its base and give the result as models.{name}.load"
@@ -378,8 +357,12 @@ def merge_adapter(model: PreTrainedModel, directory: str | Path) -> PreTrainedMo
         if head is not None and tied:
             head.weight = nn.Parameter(head.weight.clone())
         merged = adapted.merge_and_unload(safe_merge=True)
-    if tied:
-        _tie_equal_weights(merged)
+    if head is not None and tied:  # they share a weight again if they are equal
+        embeddings, head = merged.get_input_embeddings(), merged.get_output_embeddings()
+        if equal := torch.equal(embeddings.weight, head.weight):
+            head.weight = embeddings.weight
+        for config in (merged.config, merged.config.get_text_config()):
+            config.tie_word_embeddings = equal
     return merged
 
 
@@ -399,9 +382,8 @@ def _resize_embeddings(model: PreTrainedModel, tensors: Mapping[str, Tensor], di
     separate = head is not None and head.weight is not embeddings.weight
     if len({*rows.values()}) > 1 or (separate and len(rows) == 1):
         there = " and ".join(f"{names[layer]} of {count} rows" for layer, count in rows.items())
-        raise ValueError(
-            f"the adapter {directory} holds {there}; the model has {model_rows} in embeddings and head, and needs both"
-        )
+        needed = f"{model_rows} in embeddings and head, and needs both"
+        raise ValueError(f"the adapter {directory} holds {there}; the model has {needed}")
     model.resize_token_embeddings(rows.popitem()[1], mean_resizing=False)
 
 
@@ -428,19 +410,9 @@ def _check_shapes(
         raise ValueError(f"the adapter {directory} is of another model: {'; '.join(wrong[:3])}{more}")
 
 
-def _tie_equal_weights(model: PreTrainedModel) -> None:
-    """Let embeddings and head share a weight if they are equal, and note in the settings whether they do."""
-    embeddings, head = cast(Any, model.get_input_embeddings()), cast(Any, model.get_output_embeddings())
-    if equal := torch.equal(embeddings.weight, head.weight):
-        head.weight = embeddings.weight
-    for config in (model.config, model.config.get_text_config()):
-        config.tie_word_embeddings = equal
-
-
 def read_adapter(directory: str | Path) -> tuple[LoraConfig, dict[str, Tensor]]:
     """peft's configuration of an adapter, and its tensors. ValueError for a directory without a LoRA adapter."""
-    settings = read_settings(directory)
-    return settings, load_file(Path(directory) / TENSORS)
+    return read_settings(directory), load_file(Path(directory) / TENSORS)
 
 
 def read_settings(directory: str | Path) -> LoraConfig:

@@ -89,11 +89,9 @@ def _build_muon(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> 
 
 
 class Adafactor(Optimizer):
-    """Adafactor (1804.04235): it keeps only the means of rows and columns of a matrix's second moments.
-
-    The formula and constants are those of torch.optim.Adafactor, in operations that sharded tensors support. The step
-    is min(lr, 1 / sqrt(step)) times the root mean square of the parameter.
-    """
+    """Adafactor (1804.04235): it keeps only the means of rows and columns of a matrix's second moments. The formula and
+    constants are those of torch.optim.Adafactor, in operations that sharded tensors support. The step is min(lr, 1 /
+    sqrt(step)) times the root mean square of the parameter."""
 
     def __init__(self, groups: list[dict[str, Any]], lr: float) -> None:
         super().__init__(groups, {"lr": lr})
@@ -153,14 +151,14 @@ class CombinedOptimizer:
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None, *, exact: bool = False) -> float:
     """Scale the gradients down to the L2 norm ``limit`` if they exceed it; returns the unclipped norm. A collective.
-
-    ``exact``: the bits of the norm do not depend on how the gradients are sharded, since each is gathered.
-    """
+    ``exact``: the bits of the norm do not depend on how the gradients are sharded, since each is gathered."""
     alike = _by_mesh([p.grad for p in parameters if p.grad is not None])
     if exact:
-        total = math.hypot(*torch.stack([_measure_whole(g) for gradients in alike for g in gradients]).tolist())
+        full = (gather(gradient) for gradients in alike for gradient in gradients)  # one after the other
+        norms = torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in full])
+        total = math.hypot(*norms.tolist())
     else:
-        total = math.hypot(*(_to_float(nn.utils.get_total_norm(gradients)) for gradients in alike))
+        total = math.hypot(*(float(gather(nn.utils.get_total_norm(gradients))) for gradients in alike))
     if limit is not None and limit < total < math.inf:
         for gradients in alike:
             torch._foreach_mul_(gradients, limit / total)  # pyright: ignore[reportPrivateImportUsage] (no public name)
@@ -189,22 +187,14 @@ def _by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def _rms(tensor: Tensor) -> float:
-    return _to_float(torch.linalg.vector_norm(tensor)) / tensor.numel() ** 0.5
+    return float(gather(torch.linalg.vector_norm(tensor))) / tensor.numel() ** 0.5
 
 
-def _measure_whole(gradient: Tensor) -> Tensor:
-    """The norm f32[] of a gradient that may be sharded, gathered for it."""
+def gather(tensor: Tensor) -> Tensor:
+    """The full tensor of one that may be sharded, as the norm of a sharded tensor is. A collective."""
     from torch.distributed.tensor import DTensor  # slow to import, and every recipe imports this file
 
-    full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    return torch.linalg.vector_norm(full, dtype=torch.float32)
-
-
-def _to_float(norm: Tensor) -> float:
-    """The norm of a sharded tensor is itself a sharded tensor."""
-    from torch.distributed.tensor import DTensor  # slow to import, and every recipe imports this file
-
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def check_adamw_8bit() -> None:
@@ -248,11 +238,9 @@ def _schedule(unit: int, config: OptimizerConfig, total: int) -> float:
 
 
 class WeightAverage:
-    """Exponential moving average of trained weights: decay * average + (1 - decay) * weights after each step.
-
-    It starts from the first weights, in float32, because at decay 0.999 a step adds less than bfloat16 can hold; each
-    average is sharded as its parameter. (AveragedModel of torch.optim.swa_utils copies frozen weights and the dtype.)
-    """
+    """Exponential moving average of trained weights: decay * average + (1 - decay) * weights after each step. It starts
+    from the first weights, in float32, because at decay 0.999 a step adds less than bfloat16 can hold; each average is
+    sharded as its parameter. (AveragedModel of torch.optim.swa_utils copies frozen weights and the dtype.)"""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay

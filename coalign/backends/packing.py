@@ -25,11 +25,9 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Neighbouring spans that one attention call takes: each span attends causally to itself, and to ``prefix``.
-
-    The spans lie end to end from ``start``. ``prefix``: (start, stop) of the earlier one-span block that each of them
-    continues, or None.
-    """
+    """Neighbouring spans that one attention call takes: each span attends causally to itself, and to ``prefix``. The
+    spans lie end to end from ``start``. ``prefix``: (start, stop) of the earlier one-span block that each of them
+    continues, or None."""
 
     start: int
     lengths: tuple[int, ...]
@@ -38,6 +36,10 @@ class Block:
     @property
     def stop(self) -> int:
         return self.start + sum(self.lengths)
+
+    @property
+    def prefix_length(self) -> int:
+        return self.prefix[1] - self.prefix[0] if self.prefix else 0
 
     @property
     def is_ragged(self) -> bool:
@@ -53,10 +55,8 @@ class Block:
 @dataclass(frozen=True, slots=True)
 class Spans:
     """The spans of a row as attention over sequences of different lengths takes them: queries end to end, and keys.
-
     Span n has the queries ``queries[n]`` to ``queries[n + 1]``, and the keys ``keys[n]`` to ``keys[n + 1]`` of the
-    row's tokens at ``source``: those of its prefix, then its own. The last query of a span sees its last key.
-    """
+    row's tokens at ``source``: those of its prefix, then its own. The last query of a span sees its last key."""
 
     queries: Tensor  # i32[N + 1]
     keys: Tensor  # i32[N + 1]
@@ -100,39 +100,21 @@ class RowPlan:
             self._kept[key] = make()
         return self._kept[key]
 
-    def mask(self, number: int, window: int | None) -> Tensor | None:
-        """bool[longest, prefix + longest] of block ``number``, True where a query may look; None for plain causal
-        attention. A token sees the ``window`` tokens up to itself."""
-        return self.keep(
-            ("mask", number, window), lambda: _mask(self.blocks[number], window, self.device, self.two_way)
-        )
+    def mask(self, i: int, window: int | None) -> Tensor | None:
+        """bool[longest, prefix + longest] of block ``i``, True where a query may look; None for plain causal attention.
+        A token sees the ``window`` tokens up to itself."""
+        return self.keep(("mask", i, window), lambda: _mask(self.blocks[i], window, self.device, self.two_way))
 
-    @property
+    @cached_property
     def two_way_groups(self) -> Tensor:
         """i32[P]: the number of the two-way group of each position of the row; -1: none."""
-        return self.keep("two_way", self._find_two_way_groups)
-
-    def _find_two_way_groups(self) -> Tensor:
         groups = torch.full((sum(self.sizes),), -1, dtype=torch.int32)
         for number, (start, stop) in enumerate(self.two_way):
             groups[start:stop] = number
         return groups.to(self.device)
 
-    @property
+    @cached_property
     def spans(self) -> Spans:
-        return self.keep("spans", self._find_spans)
-
-    @property
-    def owners(self) -> tuple[Tensor, Tensor]:
-        """i32[P] twice: the span of each token of the row, and the span that this one continues (-1: none)."""
-        return self.keep("owners", self._find_owners)
-
-    @property
-    def positions(self) -> Tensor:
-        """i32[P]: the index of each token of the row within its sequence."""
-        return self.keep("positions", self._find_positions)
-
-    def _find_spans(self) -> Spans:
         queries, keys, source = [0], [0], []
         for block in self.blocks:
             start, prefix = block.start, range(*block.prefix) if block.prefix else range(0)
@@ -147,14 +129,16 @@ class RowPlan:
         shared = keys[-1] > queries[-1]
         return Spans(moved[0], moved[1], torch.cat(source).to(self.device) if shared else None, tuple(longest))
 
-    def _find_positions(self) -> Tensor:
-        ranges = []
-        for block in self.blocks:
-            prefix = block.prefix[1] - block.prefix[0] if block.prefix else 0
-            ranges += [torch.arange(prefix, prefix + length, dtype=torch.int32) for length in block.lengths]
+    @cached_property
+    def positions(self) -> Tensor:
+        """i32[P]: the index of each token of the row within its sequence."""
+        firsts = [(block.prefix_length, length) for block in self.blocks for length in block.lengths]
+        ranges = [torch.arange(first, first + length, dtype=torch.int32) for first, length in firsts]
         return torch.cat(ranges).to(self.device)
 
-    def _find_owners(self) -> tuple[Tensor, Tensor]:
+    @cached_property
+    def owners(self) -> tuple[Tensor, Tensor]:
+        """i32[P] twice: the span of each token of the row, and the span that this one continues (-1: none)."""
         lengths = torch.tensor([length for block in self.blocks for length in block.lengths])
         first: dict[int, int] = {}  # start in the row -> the number of the span that begins there
         continued, number = [], 0
@@ -180,11 +164,8 @@ def _index_stacking(blocks: Iterable[Block]) -> Tensor:
     return torch.cat(indices)
 
 
-def _mask(
-    block: Block, window: int | None, device: torch.device, two_way: Sequence[tuple[int, int]] = ()
-) -> Tensor | None:
-    prefix = block.prefix[1] - block.prefix[0] if block.prefix else 0
-    longest = max(block.lengths)
+def _mask(block: Block, window: int | None, device: torch.device, two_way: Sequence[tuple[int, int]]) -> Tensor | None:
+    prefix, longest = block.prefix_length, max(block.lengths)
     inside = [(a, b) for a, b in two_way if block.start <= a and b <= block.stop]
     if not prefix and not inside and (window is None or window >= longest):
         return None
@@ -199,11 +180,9 @@ def _mask(
 
 @dataclass(frozen=True)
 class Layout:
-    """One packed row of P tokens that holds N sequences with T trained tokens.
-
-    ``blocks`` cover the row in order, every token once. Trained tokens are in the order of the batch; the hidden state
-    at position ``predictors[t]`` of the row predicts trained token t.
-    """
+    """One packed row of P tokens that holds N sequences with T trained tokens. ``blocks`` cover the row in order, every
+    token once. Trained tokens are in the order of the batch; the hidden state at position ``predictors[t]`` of the row
+    predicts trained token t."""
 
     tokens: Tensor  # i64[P]
     positions: Tensor  # i64[P], the token's index within its sequence

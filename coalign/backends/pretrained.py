@@ -7,7 +7,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ContextDecorator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 from unittest.mock import patch
@@ -15,20 +15,10 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from coalign.backends import attention, lora
+from coalign.backends import attention, lora, vision_language
 from coalign.backends.known_models import find_known_model
 from coalign.backends.unfit_weights import describe_layers_beyond, refuse_unfit
 from coalign.backends.vision import list_placeholder_ids
-from coalign.backends.vision_language import (
-    LEGACY_TEMPLATE,
-    build_classifier,
-    carry_towers,
-    copy_processor,
-    drop_towers,
-    find_conversions,
-    has_towers,
-    list_weight_names,
-)
 from coalign.config.errors import find_nearest
 from coalign.config.schema import ImagesConfig, ModelConfig, ScoreAt
 from coalign.data.images.expansion import Placeholders
@@ -55,24 +45,16 @@ TRAINED_AT: ScoreAt = "last_trained"  # the token whose score the recipes train
 MIXERS = {"full_attention", "sliding_attention"}
 
 
-class _BuildLock(ContextDecorator):
-    """Lets only one thread of the process at a time build, read or write a model.
-
-    transformers replaces functions of all models meanwhile: how weights are drawn and tied, the default dtype, the
-    default device. Two models that load side by side would lose their tied weights.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+_BUILD_LOCK = threading.RLock()
 
 
-building = _BuildLock()
+@contextmanager
+def building() -> Iterator[None]:
+    """Let only one thread of the process at a time build, read or write a model. transformers replaces functions of all
+    models meanwhile: how weights are drawn and tied, the default dtype, the default device. Two models that load side
+    by side would lose their tied weights."""
+    with _BUILD_LOCK:
+        yield
 
 
 def read_config(config: ModelConfig) -> PretrainedConfig:
@@ -128,7 +110,7 @@ def get_directory(config: ModelConfig) -> Path:
     return find_directory(config.load)
 
 
-@building
+@building()
 def load(config: ModelConfig, *, seed: int, name: str = "*", packed: bool = True) -> PreTrainedModel:
     """Load the model to the CPU, as ``config.load``, ``init``, ``head``, ``head_init`` and ``lora`` say.
 
@@ -138,19 +120,15 @@ def load(config: ModelConfig, *, seed: int, name: str = "*", packed: bool = True
     NotImplementedError for a family that cannot be ``packed``.
     """
     hf, quantization = read_config(config), _quantization(config)
-    auto = _find_class(hf, config)
-    refusal = NotImplementedError(NO_ATTENTION_INTERFACE.format(f"the model type `{hf.model_type}`"))
-    options = _options(config, hf, packed=packed)
+    auto, options = _find_class(hf, config), _options(config, hf, packed=packed)
     if config.init == "random":
         with seed_generator("cpu", seed):
-            model = build_model(auto.from_config, refusal, hf, **options)
+            model = build_model(auto.from_config, _refuse(hf), hf, **options)
     else:
         check_model_files(get_directory(config))
         # Weights of another shape are refused below, by their names.
-        loading = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        model, info = build_model(
-            auto.from_pretrained, refusal, get_directory(config), config=hf, **loading, **options, **quantization
-        )
+        options |= {"config": hf, "output_loading_info": True, "ignore_mismatched_sizes": True, **quantization}
+        model, info = build_model(auto.from_pretrained, _refuse(hf), get_directory(config), **options)
         refuse_unfit(config, model, info)
         if beyond := describe_layers_beyond(config, model, info):
             log.warning("%s; they are left out", beyond)
@@ -159,7 +137,7 @@ def load(config: ModelConfig, *, seed: int, name: str = "*", packed: bool = True
     if config.head != "lm" and config.head_init == "zero":
         nn.init.zeros_(model.get_parameter("score.weight"))
     _reduce_to_text(model, config, name)
-    dropped = has_towers(model.config) and config.vision is None
+    dropped = vision_language.has_towers(model.config) and config.vision is None
     if dropped and not config.frozen and not list_weight_files(get_directory(config)):
         raise ValueError(f"{config.load} has no model.safetensors, from which an export takes the vision tower")
     if packed:
@@ -168,18 +146,16 @@ def load(config: ModelConfig, *, seed: int, name: str = "*", packed: bool = True
         lora.attach(model, config, seed=seed, name=name)
         if config.lora and config.lora.load:
             lora.load(model, find_directory(config.lora.load), name)
-        some, all_ = model.num_parameters(only_trainable=True), model.num_parameters()
-        log.info("models.%s trains %s of %s parameters (%.2f %%)", name, f"{some:,}", f"{all_:,}", 100 * some / all_)
+        count, total = model.num_parameters(only_trainable=True), model.num_parameters()
+        log.info(f"models.{name} trains {count:,} of {total:,} parameters ({100 * count / total:.2f} %)")
     return model
 
 
-@building
+@building()
 def check_weights(config: ModelConfig) -> None:
     """Raise what `load` raises for files that are no weights, or not those of the architecture. No values are read.
-
     ValueError also for layers beyond the architecture, which `load` leaves out with a warning. Of pickles and quantised
-    weights the tensors are not compared.
-    """
+    weights the tensors are not compared."""
     if config.init == "random":
         return
     check_model_files(get_directory(config))
@@ -199,20 +175,23 @@ def check_weights(config: ModelConfig) -> None:
         raise ValueError(beyond)
 
 
-@building
+@building()
 def build_skeleton(config: ModelConfig, *, name: str = "*", packed: bool = True) -> PreTrainedModel:
     """Build the model on the meta device, without weights. ``packed``: as in `load`."""
     hf = read_config(config)
     with torch.device("meta"):
-        refusal = NotImplementedError(NO_ATTENTION_INTERFACE.format(f"the model type `{hf.model_type}`"))
-        auto = _find_class(hf, config)
-        model = build_model(auto.from_config, refusal, hf, **_options(config, hf, packed=packed))
+        make, options = _find_class(hf, config).from_config, _options(config, hf, packed=packed)
+        model = build_model(make, _refuse(hf), hf, **options)
         _reduce_to_text(model, config, name)
         if packed:
             _check_interface(model)
         if has_adapters(config):
             lora.attach(model, config, seed=0, name=name)
     return model
+
+
+def _refuse(hf: PretrainedConfig) -> Exception:
+    return NotImplementedError(NO_ATTENTION_INTERFACE.format(f"the model type `{hf.model_type}`"))
 
 
 def has_adapters(config: ModelConfig) -> bool:
@@ -245,9 +224,8 @@ def find_tokenizer(config: ModelConfig) -> Path:
 
 def read_processor(config: ModelConfig, images: ImagesConfig | None = None) -> ImageProcessor | None:
     """The processor of images of a model that sees; None for one that reads text alone."""
-    if config.vision is None:
-        return None
-    return ImageProcessor(get_directory(config), read_tokenizer(config), images or ImagesConfig())
+    settings = images or ImagesConfig()
+    return ImageProcessor(get_directory(config), read_tokenizer(config), settings) if config.vision else None
 
 
 def read_placeholders(config: ModelConfig, images: ImagesConfig | None = None) -> Placeholders | None:
@@ -336,10 +314,8 @@ def check_rope_length(rope_type: str, limit: int, longest: int) -> None:
 
 
 def save_tokenizer(config: ModelConfig, context: Context, dir: str | Path) -> None:
-    """Write the model's tokenizer, with the chat template of the run and its arguments as defaults.
-
-    A run without templates (`none`) leaves the tokenizer's own. A trainer reads tokens, so it need not have one.
-    """
+    """Write the model's tokenizer, with the chat template of the run and its arguments as defaults. A run without
+    templates (`none`) leaves the tokenizer's own. A trainer reads tokens, so it need not have one."""
     if not has_tokenizer(find_tokenizer(config)):
         return
     tokenizer, name = read_tokenizer(config), context.chat_template
@@ -348,48 +324,45 @@ def save_tokenizer(config: ModelConfig, context: Context, dir: str | Path) -> No
         arguments = {**context.chat_template_kwargs, "reasoning_policy": context.reasoning}
         if (stored := store_arguments(jinja, arguments)) != jinja or name != "auto":
             tokenizer.chat_template = stored
-            (Path(dir) / LEGACY_TEMPLATE).unlink(missing_ok=True)  # a processor would read that of the base
+            (Path(dir) / vision_language.LEGACY_TEMPLATE).unlink(missing_ok=True)  # that of the base
     tokenizer.save_pretrained(dir)
 
 
 def build_writer(
     model: PreTrainedModel, config: ModelConfig, context: Context, dir: str | Path
 ) -> Callable[[dict[str, torch.Tensor]], None]:
-    """Return the function that writes weights, config.json and tokenizer so that ``from_pretrained`` loads them.
-
-    A vision-language model gets the rest of it from the directory that was loaded. The function reads no values of
-    ``model``, so another thread may call it while the model trains.
-    """
-    carries = config.head == "lm" and has_towers(model.config) and config.vision is None
+    """Return the function that writes weights, config.json and tokenizer so that ``from_pretrained`` loads them. A
+    vision-language model gets the rest of it from the directory that was loaded. The function reads no values of
+    ``model``, so another thread may call it while the model trains."""
+    carries = config.head == "lm" and vision_language.has_towers(model.config) and config.vision is None
     # Here, because FSDP reshards a model that is asked for its state.
     state = {name.replace(lora.BASE, ""): tensor for name, tensor in model.state_dict().items()} if carries else {}
 
     def write(weights: dict[str, torch.Tensor]) -> None:
         save_model(model, dir, state_dict=weights, save_original_format=config.export_experts == "separate")
         if carries:
-            carry_towers(model, state, get_directory(config), Path(dir))
+            vision_language.carry_towers(model, state, get_directory(config), Path(dir))
         elif config.vision is not None:
-            copy_processor(get_directory(config), Path(dir))
+            vision_language.copy_processor(get_directory(config), Path(dir))
         save_tokenizer(config, context, dir)
 
     return write
 
 
 class StoredNames:
-    """Gives weights of ``model`` (which may have none itself) the names and shapes that checkpoints have.
-
-    transformers stacks experts in memory and renames some modules; the files of most families, and engines that read
-    them, have one tensor for each expert. ``source``: the directory of the model's own files, if it has any.
-    """
+    """Gives weights of ``model`` (which may have none itself) the names and shapes that checkpoints have. transformers
+    stacks experts in memory and renames some modules; the files of most families, and engines that read them, have one
+    tensor for each expert. ``source``: the directory of the model's own files, if it has any."""
 
     def __init__(self, model: PreTrainedModel, source: Path) -> None:
         self.model = model
         # As transformers sets it for a model that it loaded. For one without weights it would omit prefixes of towers.
-        cast(Any, model)._weight_conversions = find_conversions(model, list_weight_names(source))
+        names = vision_language.list_weight_names(source)
+        cast(Any, model)._weight_conversions = vision_language.find_conversions(model, names)
         bare = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()}
         self.changed = {name for name, tensor in bare.items() if self._revert(name, tensor).get(name) is not tensor}
 
-    @building
+    @building()
     def _revert(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         from transformers.core_model_loading import revert_weight_conversion
 
@@ -402,13 +375,11 @@ class StoredNames:
             yield from self._revert(name, tensor).items() if name in self.changed else [(name, tensor)]
 
 
-@building
+@building()
 def save_model(model: PreTrainedModel, dir: str | Path, **options: Any) -> None:
-    """Write a model that nothing wraps, with transformers' ``options``.
-
-    To unwrap it, transformers would ask accelerate, which imports DeepSpeed where it is installed, and DeepSpeed
-    MLflow: four seconds of every process that saves.
-    """
+    """Write a model that nothing wraps, with transformers' ``options``. To unwrap it, transformers would ask
+    accelerate, which imports DeepSpeed where it is installed, and DeepSpeed MLflow: four seconds of every process that
+    saves."""
     from transformers import modeling_utils
 
     with patch.object(modeling_utils, "unwrap_model", lambda model: model), _transpose_back():
@@ -435,15 +406,13 @@ def save_config(config: ModelConfig, context: Context, dir: str | Path) -> None:
         architecture = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[hf["model_type"]]
         hf |= {"architectures": [architecture], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     (Path(dir) / "config.json").write_text(json.dumps(hf, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    copy_processor(get_directory(config), Path(dir))
+    vision_language.copy_processor(get_directory(config), Path(dir))
     save_tokenizer(config, context, dir)
 
 
 def find_auto_class(hf: PretrainedConfig, head: str = "lm", *, trust_remote_code: bool = False) -> Any:
-    """Choose transformers' auto class for ``hf``. Raises ValueError where it has none.
-
-    Some families have a class of the whole model and one of its language model alone: config.json names one of them.
-    """
+    """Choose transformers' auto class for ``hf``. Raises ValueError where it has none. Some families have a class of
+    the whole model and one of its language model alone: config.json names one of them."""
     import transformers
 
     causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
@@ -467,7 +436,7 @@ def _find_class(hf: PretrainedConfig, config: ModelConfig) -> Any:
     visual: Any = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     has_classifier = type(hf) in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or type(hf) not in visual
     if config.head != "lm" and config.vision is not None and not has_classifier:
-        return build_classifier(visual[type(hf)])
+        return vision_language.build_classifier(visual[type(hf)])
     return find_auto_class(hf, config.head, trust_remote_code=config.trust_remote_code)
 
 
@@ -497,22 +466,20 @@ def _reduce_to_text(model: PreTrainedModel, config: ModelConfig, name: str) -> N
     without an image, and for one without weights: an export needs those of the towers."""
     arguments = inspect.signature(model.forward).parameters.values()
     needed = {a.name for a in arguments if a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD} - {"input_ids"}
+    what = f"models.{name}.load: {type(model).__name__}"
     if needed:
-        raise ValueError(
-            f"models.{name}.load: {type(model).__name__} computes no text alone: it needs {sorted(needed)}"
-        )
+        raise ValueError(f"{what} computes no text alone: it needs {sorted(needed)}")
+    if config.vision is not None and not vision_language.has_towers(model.config):
+        remedy = f"; to let it judge texts, set models.{name}.judge.show_images: false" if config.judge else ""
+        raise ValueError(f"{what} reads no images, and data.images is for models that do{remedy}")
     if config.vision is not None:
-        if not has_towers(model.config):
-            remedy = f"; to let it judge texts, set models.{name}.judge.show_images: false" if config.judge else ""
-            what = "reads no images, and data.images is for models that do"
-            raise ValueError(f"models.{name}.load: {type(model).__name__} {what}{remedy}")
         return
-    if config.init == "random" and has_towers(model.config):
+    if config.init == "random" and vision_language.has_towers(model.config):
         raise ValueError(
             f"models.{name}.init is random: {type(model).__name__} learns from text alone, so its vision tower has to "
             "come from weights; use `init: load`"
         )
-    drop_towers(model)
+    vision_language.drop_towers(model)
 
 
 def _check_interface(model: PreTrainedModel) -> None:
@@ -546,14 +513,10 @@ def _quantization(config: ModelConfig) -> dict[str, Any]:
         return {}
     from transformers import BitsAndBytesConfig
 
-    nf4 = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=getattr(torch, config.compute_dtype or config.dtype),
-        llm_int8_skip_modules=["lm_head", "score"],
-    )
-    return {"quantization_config": nf4, "device_map": {"": "cpu"}}
+    dtype, head = getattr(torch, config.compute_dtype or config.dtype), ["lm_head", "score"]
+    nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
+    quantization = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=head, **nf4)
+    return {"quantization_config": quantization, "device_map": {"": "cpu"}}
 
 
 def _keep_quantized(model: PreTrainedModel) -> None:

@@ -1,9 +1,8 @@
 """Watches the routers of a transformers model, and has them choose given experts (routing replay, 2510.11370).
 
 Which modules are routers, and which of their outputs are logits, transformers declares for each model
-(`_can_record_outputs`). All of them choose experts by `torch.topk`, whatever they make of logits before and after it:
-softmax or sigmoid, groups of experts, biases, normalised weights. So the choice is read there, and replaced there. The
-weights of the given experts then follow from the router's own logits, by the model's own code.
+(`_can_record_outputs`). All of them choose experts by `torch.topk`, so the choice is read there, and replaced there.
+The weights of the given experts then follow from the router's own logits, by the model's own code.
 """
 
 from __future__ import annotations
@@ -47,12 +46,9 @@ class ExpertChoice(TorchFunctionMode):
 
 
 class Routers:
-    """The routers of a model, in the order of its layers.
-
-    After a forward within ``watch``: ``logits`` [T, E] and ``chosen`` i64[T, k] of each layer, and the ``weights`` [T]
-    of its tokens. ``unfit``: why they cannot be watched, once a forward has shown it. ``enabled``: whether ``watch``
-    keeps anything.
-    """
+    """The routers of a model, in the order of its layers. After a forward within ``watch``: ``logits`` [T, E] and
+    ``chosen`` i64[T, k] of each layer, and the ``weights`` [T] of its tokens. ``unfit``: why they cannot be watched,
+    once a forward has shown it. ``enabled``: whether ``watch`` keeps anything."""
 
     enabled = True
 
@@ -166,15 +162,12 @@ def _find_routers(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
     from transformers import PreTrainedModel
     from transformers.utils.output_capturing import OutputRecorder
 
-    declared = [m._can_record_outputs for m in model.modules() if isinstance(m, PreTrainedModel)]
-    entries = [entry for outputs in declared for entry in _as_list((outputs or {}).get("router_logits"))]
+    inner = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    declared = [(module._can_record_outputs or {}).get("router_logits") or [] for module in inner]
+    entries = [entry for outputs in declared for entry in (outputs if isinstance(outputs, list) else [outputs])]
     recorders = [entry if isinstance(entry, OutputRecorder) else OutputRecorder(entry) for entry in entries]
     for name, module in model.named_modules():
         for recorder in recorders:
             if isinstance(module, recorder.target_class) and (recorder.layer_name or "") in name:
                 yield module, recorder.index
                 break
-
-
-def _as_list(entry: Any) -> list[Any]:
-    return entry if isinstance(entry, list) else [] if entry is None else [entry]

@@ -44,9 +44,7 @@ def save(
     dir: str | Path, state: State, progress: dict[str, int], *, alone: bool, group: dist.ProcessGroup | None = None
 ) -> None:
     """Write ``state`` and ``progress``. A collective of ``group``, unless this process holds the model ``alone``.
-
-    Raises OSError with the first line of what each rank met (a full disk, a limit).
-    """
+    Raises OSError with the first line of what each rank met (a full disk, a limit)."""
     from torch.distributed.checkpoint import state_dict_saver  # here and below: slow, and a check saves nothing
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -60,10 +58,8 @@ def save(
 
 
 class BackgroundWriter:
-    """A thread that writes copies of tensors while the tensors change, one directory after the other.
-
-    ``group`` is for collectives of this thread alone: those of training go on meanwhile.
-    """
+    """A thread that writes copies of tensors while the tensors change, one directory after the other. ``group`` is for
+    collectives of this thread alone: those of training go on meanwhile."""
 
     def __init__(self, name: str, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -73,10 +69,8 @@ class BackgroundWriter:
         self._changed = threading.Condition()
 
     def submit(self, dir: str | Path, tensors: Mapping[str, Any], write: Callable[[Any], object], report: bool) -> None:
-        """Copy ``tensors`` to host memory, and let the thread call ``write`` with the copies.
-
-        With ``report`` it then calls `coalign.files.report_written` for ``dir``, where nothing is left after an error.
-        """
+        """Copy ``tensors`` to host memory, and let the thread call ``write`` with the copies. With ``report`` it then
+        calls `coalign.files.report_written` for ``dir``, where nothing is left after an error."""
         copies = copy_to_host(tensors)
         with self._changed:
             self._left += 1
@@ -164,10 +158,8 @@ class BackgroundSaves:
 
 
 def copy_to_host(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies in host memory. Tensors that share their memory (tied weights) share that of the copy, too.
-
-    What is no tensor stays as it is. Shards stay shards.
-    """
+    """Return copies in host memory. Tensors that share their memory (tied weights) share that of the copy, too. What is
+    no tensor stays as it is. Shards stay shards."""
     from torch.distributed.tensor import DTensor
 
     copies: dict[Any, Tensor] = {}

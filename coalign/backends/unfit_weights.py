@@ -18,9 +18,7 @@ SHOWN = 8  # weights that a message names
 
 def refuse_unfit(config: ModelConfig, model: PreTrainedModel, info: Mapping[str, Any]) -> None:
     """Refuse weights of another shape, those that the files lack, and files of a larger model or of another head.
-
-    ``info``: what transformers tells of the loading (missing, unexpected and mismatched keys).
-    """
+    ``info``: what transformers tells of the loading (missing, unexpected and mismatched keys)."""
     if misfits := [
         f"{n} is {list(there)} there and {list(here)} in the model"
         for n, there, here in sorted(info["mismatched_keys"])
@@ -41,15 +39,12 @@ def refuse_unfit(config: ModelConfig, model: PreTrainedModel, info: Mapping[str,
 
 
 def describe_layers_beyond(config: ModelConfig, model: PreTrainedModel, info: Mapping[str, Any]) -> str:
-    """Say that the files have layers beyond those of config.json, which are not loaded; empty if they have none.
-
-    Layers for prediction of several tokens at once, which follow the others and are not computed here, do not count.
-    """
+    """Say that the files have layers beyond those of config.json, which are not loaded; empty if they have none. Layers
+    for prediction of several tokens at once, which follow the others and are not computed here, do not count."""
     if getattr(model.config.get_text_config(), "num_nextn_predict_layers", 0):
         return ""
     names = {LAYER.sub(".0.", name) for name in model.state_dict()}
     unexpected = sorted(info["unexpected_keys"])
     beyond = [name for name in unexpected if LAYER.search(name) and LAYER.sub(".0.", name) in names]
-    return (
-        f"{config.load} has weights of more layers than its config.json says, among them {beyond[0]}" if beyond else ""
-    )
+    what = f"{config.load} has weights of more layers than its config.json says"
+    return f"{what}, among them {beyond[0]}" if beyond else ""

@@ -78,12 +78,9 @@ def name_components(model: PreTrainedModel) -> dict[str, str]:
 
 
 class ImageEmbedder:
-    """Turns images into the embeddings that the language model of ``model`` reads for their placeholders.
-
-    ``keep``: bytes of pixels to keep in memory. ``learns``, ``is_sharded``: the tower's gradients, or its collectives,
-    are needed for every row, so it computes something for each. ``one_by_one``: features of an image do not depend on
-    others.
-    """
+    """Turns images into the embeddings that the language model of ``model`` reads for their placeholders. ``keep``:
+    bytes of pixels to keep in memory. ``learns``, ``is_sharded``: the tower's gradients, or its collectives, are needed
+    for every row, so it computes something for each. ``one_by_one``: features of an image do not depend on others."""
 
     def __init__(
         self,
@@ -112,10 +109,8 @@ class ImageEmbedder:
     # ---- features
 
     def encode(self, spans: Sequence[ImageSpan]) -> dict[str, Features]:
-        """Compute the features of each image of ``spans``, once: {hash: [n, H] of each layer}.
-
-        ValueError for an image of which the tower makes another number of features than there are placeholders.
-        """
+        """Compute the features of each image of ``spans``, once: {hash: [n, H] of each layer}. ValueError for an image
+        of which the tower makes another number of features than there are placeholders."""
         sizes: dict[str, int] = {}
         images = {span.image: span for span in spans}
         for span in spans:
@@ -125,11 +120,9 @@ class ImageEmbedder:
         for names in self._group(pixels):
             layers = self._compute([pixels[name] for name in names])
             counts = [sizes[name] for name in names]
-            if len(layers[0]) != sum(counts):
+            if (made := len(layers[0])) != sum(counts):
                 paths = ", ".join(images[name].path or name for name in names)
-                raise ValueError(
-                    f"the tower makes {len(layers[0])} features of {paths}, and {sum(counts)} have a place"
-                )
+                raise ValueError(f"the tower makes {made} features of {paths}, and {sum(counts)} have a place")
             by_image = zip(*(layer.split(counts) for layer in layers), strict=True)
             features |= dict(zip(names, map(list, by_image), strict=True))
         return features
@@ -216,9 +209,7 @@ class ImageEmbedder:
         """i64[3, n] up to the token behind the last image; ``spans``: start, length, grid, first, seconds of each."""
         owner, *_ = self._modules
         if any(start == previous + length for (previous, length, *_), (start, *_) in pairwise(spans)):
-            raise ValueError(
-                "two images stand side by side without a token between them, which M-RoPE cannot tell apart"
-            )
+            raise ValueError("two images stand side by side without a token between, which M-RoPE cannot tell apart")
         end = spans[-1][0] + spans[-1][1]
         token_types = torch.zeros(1, end + 1, dtype=torch.int32)
         grids: dict[bool, list[tuple[int, int, int]]] = {False: [], True: []}

@@ -53,10 +53,8 @@ def find_body(model: PreTrainedModel) -> PreTrainedModel:
 @lru_cache
 def build_classifier(generating: type[PreTrainedModel]) -> Any:
     """Build the sequence classifier of a family for which transformers has none, from ``generating``, its other class.
-
     It is what transformers would make of its own parts, so its files have the usual names: `score.weight`, and the
-    model's own weights without a language-model head.
-    """
+    model's own weights without a language-model head."""
     from transformers.conversion_mapping import (
         get_checkpoint_conversion_mapping,
         register_checkpoint_conversion_mapping,
@@ -92,10 +90,8 @@ def drop_towers(model: PreTrainedModel) -> None:
 
 def carry_towers(model: PreTrainedModel, weights: Mapping[str, Tensor], source: Path, target: Path) -> None:
     """Complete the export of ``model`` in ``target`` by what `drop_towers` took from it, and by the processor's files.
-
     The tensors come from the files in ``source``, bit for bit and under the names that they have there: all those that
-    transformers would load into none of ``weights``, the model's.
-    """
+    transformers would load into none of ``weights``, the model's."""
     copy_processor(source, target)
     if not (towers := _read_towers(model, weights, source)):
         return
@@ -122,11 +118,9 @@ def copy_processor(source: Path, target: Path) -> None:
 
 
 def find_conversions(model: PreTrainedModel, names: Iterable[str]) -> list[WeightTransform]:
-    """Return the conversions of a checkpoint's names and tensors into those of ``model``.
-
-    Prefixes that some files have and others do not (`vision_model.` in the towers of LLaVA) are among them only if
-    ``names``, the checkpoint's, have them.
-    """
+    """Return the conversions of a checkpoint's names and tensors into those of ``model``. Prefixes that some files have
+    and others do not (`vision_model.` in the towers of LLaVA) are among them only if ``names``, the checkpoint's, have
+    them."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, rename_source_key
 

@@ -18,6 +18,7 @@ from coalign.roles import Rollout, Scorer, Trainable
 from coalign.types import Stat, Stats
 
 if TYPE_CHECKING:
+    from coalign.backends.base import Objective
     from coalign.cluster.dist import DistModel
 
 
@@ -87,8 +88,7 @@ class OnPolicyDistillation(Online):
 
     @property
     def wants_distribution(self):
-        """Whether the loss compares distributions, not the tokens that the student chose."""
-        return self.plan.loss is not None and "candidate_logprobs" in self.plan.loss.needs
+        return _compares_distributions(self.plan.loss)
 
     @classmethod
     def roles(cls, config, loss):
@@ -99,8 +99,7 @@ class OnPolicyDistillation(Online):
     def check(cls, config, loss):
         if not {"policy", "teacher"} <= set(config.models):
             return
-        student = config.models["policy"]
-        distributions = loss is not None and "candidate_logprobs" in loss.needs
+        student, distributions = config.models["policy"], _compares_distributions(loss)
         for name in _list_teachers(config):
             teacher = config.models[name]
             if not teacher.chat_template:
@@ -110,19 +109,15 @@ class OnPolicyDistillation(Online):
                     f"loss.fn: `{loss.name}` compares distributions over one vocabulary, and "
                     f"models.{name}.chat_template has the teacher read text with its own; use `policy_gradient`"
                 )
-            if student.sampling.temperature != teacher.sampling.temperature:
-                raise ValueError(
-                    f"models.{name}.sampling.temperature is {teacher.sampling.temperature}, that of models.policy "
-                    f"{student.sampling.temperature}: the student would learn to be at its temperature what the "
-                    "teacher is at another; set them alike"
-                )
             if not teacher.frozen:
                 raise ValueError(f"models.{name}.frozen is false, and a teacher does not learn; write `like: teacher`")
-            if distributions and teacher.candidates != config.models["teacher"].candidates:
-                raise ValueError(
-                    f"models.{name}.candidates is {teacher.candidates}, that of models.teacher "
-                    f"{config.models['teacher'].candidates}: all teachers tell equally many; set them alike"
-                )
+            candidates = config.models["teacher"].candidates if distributions else teacher.candidates
+            for key, value, wanted, model in (
+                ("sampling.temperature", teacher.sampling.temperature, student.sampling.temperature, "policy"),
+                ("candidates", teacher.candidates, candidates, "teacher"),
+            ):
+                if value != wanted:
+                    raise ValueError(f"models.{name}.{key} is {value}, that of models.{model} {wanted}: set them alike")
 
     def ask_teachers(self, out, method):
         """Return the columns of all samples, each computed by the teacher of its row."""
@@ -156,6 +151,11 @@ def teacher_kl(rollout_logprobs, ref_logprobs, loss_mask):
     return {"teacher_kl": Stat.of(rollout_logprobs - ref_logprobs, loss_mask)}
 
 
+def _compares_distributions(loss: Objective | None) -> bool:
+    """Whether the loss compares distributions, not the tokens that the student chose."""
+    return loss is not None and "candidate_logprobs" in loss.needs
+
+
 def _list_teachers(config: RunConfig) -> list[str]:
     """List the teachers: `teacher`, then each `teacher_<name>` of the configuration."""
     return ["teacher", *(name for name in config.models if name.startswith("teacher_"))]
@@ -170,10 +170,8 @@ def assign_teachers(batch: Batch, names: Sequence[str]) -> Tensor:
     for row in batch["rows"]:
         name = "teacher" if (key := row.get("teacher")) is None else f"teacher_{key}"
         if name not in names:
-            expected = ", ".join(repr(teacher.removeprefix("teacher_")) for teacher in names[1:])
-            raise ValueError(
-                f"a row has the teacher {key!r}, and there is no models.{name}; expected {expected}, or no key"
-            )
+            keys = ", ".join(repr(teacher.removeprefix("teacher_")) for teacher in names[1:])
+            raise ValueError(f"a row has the teacher {key!r}, and there is no models.{name}; expected {keys}, or none")
         assigned.append(names.index(name))
     return torch.tensor(assigned, dtype=torch.int64)
 

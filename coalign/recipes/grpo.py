@@ -121,11 +121,7 @@ class GPG(GRPO):
     that is `filter: varied`.
     """
 
-    defaults = {
-        **GRPO.defaults,
-        "advantage": {"fn": "gpg"},
-        "loss": {"fn": "reinforce", "aggregation": "token_mean"},
-    }
+    defaults = {**GRPO.defaults, "advantage": {"fn": "gpg"}, "loss": {"fn": "reinforce", "aggregation": "token_mean"}}
 
 
 class OPO(GRPO):

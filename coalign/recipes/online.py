@@ -113,8 +113,8 @@ def refuse_greedy(config: RunConfig) -> None:
     """Raise ValueError for temperature 0, at which all responses to a prompt are the same."""
     if config.models["policy"].sampling.temperature == 0:
         raise ValueError(
-            f"models.policy.sampling.temperature is 0: `{config.algorithm}` compares responses to one prompt, which "
-            "would all be the same, so there is nothing to learn; use 1 (usual), or anything above 0"
+            f"models.policy.sampling.temperature is 0, so all responses to a prompt would be the same, and "
+            f"`{config.algorithm}` compares them; use 1 (usual), or anything above 0"
         )
 
 
@@ -123,8 +123,8 @@ def require_several_samples(config: RunConfig) -> None:
     refuse_greedy(config)
     if config.runtime.samples_per_prompt == 1:
         raise ValueError(
-            f"runtime.samples_per_prompt is 1: `{config.algorithm}` compares the samples of one prompt, and with one "
-            "sample every advantage is 0; use 2 or more (8 is usual), or `ppo`, `reinforce_pp` or `remax`"
+            f"runtime.samples_per_prompt is 1: `{config.algorithm}` compares the samples of one prompt with each "
+            "other; use 2 or more (8 is usual), or `ppo`, `reinforce_pp` or `remax`"
         )
 
 

@@ -3,7 +3,7 @@
 from coalign.data.batch import Batch
 from coalign.engine.flow import chain
 from coalign.engine.reference import drop_unread_reference
-from coalign.recipes.online import Online, refuse_greedy
+from coalign.recipes.online import Online, require_several_samples
 
 
 class OnlineDPO(Online):
@@ -29,12 +29,7 @@ class OnlineDPO(Online):
 
     @classmethod
     def check(cls, config, loss):
-        refuse_greedy(config)
-        if config.runtime.samples_per_prompt == 1:
-            raise ValueError(
-                "runtime.samples_per_prompt is 1: the responses to one prompt are compared with each other; use 2 or "
-                "more (4 is usual)"
-            )
+        require_several_samples(config)
         if loss is not None and not loss.compares:
             raise ValueError(
                 f"loss.fn: `{loss.name}` gives a value per {loss.per} and compares no responses; use a pairwise loss "

@@ -24,9 +24,8 @@ class TensorDigest:
 
     @staticmethod
     def of(tensor: Tensor) -> TensorDigest:
-        return TensorDigest(
-            str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), checksum(tensor_bytes(tensor))
-        )
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return TensorDigest(dtype, tuple(tensor.shape), checksum(tensor_bytes(tensor)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +56,11 @@ def find_differences(left: WeightSet, right: WeightSet, values: int = 100) -> It
             yield Difference(name, f"only in {left.name if second is None else right.name}")
         elif (first.shape, first.dtype) != (second.shape, second.dtype):
             yield Difference(name, f"{first.dtype}{list(first.shape)}, {second.dtype}{list(second.shape)}")
-        elif first.checksum != second.checksum:
+        elif first.checksum != second.checksum and values > 0:
             values -= 1
-            exact = values >= 0
-            yield (
-                _measure_difference(name, left.fetch(name), right.fetch(name)) if exact else Difference(name, "values")
-            )
+            yield _measure_difference(name, left.fetch(name), right.fetch(name))
+        elif first.checksum != second.checksum:
+            yield Difference(name, "values")
 
 
 def _measure_difference(name: str, first: Tensor, second: Tensor) -> Difference:
@@ -78,10 +76,8 @@ def open_saved_weights(path: Path) -> WeightSet:
     """Open a Hugging Face directory, a checkpoint, or a run folder (its newest model). ValueError for anything else."""
     directory = next((d for d in (path, path / "hf", path / "model") if any(d.glob("*.safetensors"))), None)
     if directory is None:
-        raise ValueError(
-            f"'{path}' holds no weights: expected a Hugging Face directory (*.safetensors), a checkpoint of a run "
-            "(hf/) or a run folder (model/)"
-        )
+        expected = "a Hugging Face directory (*.safetensors), a checkpoint of a run (hf/) or a run folder (model/)"
+        raise ValueError(f"'{path}' holds no weights: expected {expected}")
     files: dict[str, Path] = {}
     for file in sorted(directory.glob("*.safetensors")):
         files |= dict.fromkeys(read_header(file), file)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -62,10 +63,8 @@ class DistributedCheckpointPlanner(DefaultLoadPlanner):
 
 
 def read_metadata(folder: Path) -> dcp.Metadata:
-    """Read `.metadata`. Raises ValueError for another content, OSError for a file that cannot be read.
-
-    Its shapes, chunks and locations are left; nothing that Coalign loads needs more.
-    """
+    """Read `.metadata`. Raises ValueError for another content, OSError for a file that cannot be read. Its shapes,
+    chunks and locations are left; nothing that Coalign loads needs more."""
     path = folder / METADATA
     data = path.read_bytes()
     try:
@@ -77,22 +76,20 @@ def read_metadata(folder: Path) -> dcp.Metadata:
 # ---- the pickle
 
 
+@dataclass(slots=True, eq=False)
 class _PickledObject:
     """An object as a pickle describes it: the class's name, the arguments of the call that makes it, and its state."""
 
-    __slots__ = ("arguments", "name", "state")
+    name: str
+    arguments: Any
+    state: Any = None
 
-    def __init__(self, name: str, arguments: Any) -> None:
-        self.name, self.arguments, self.state = name, arguments, None
 
-
+@dataclass(slots=True, eq=False)
 class _PickledName:
     """A name that the pickle would import."""
 
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
 
 class _MetadataUnpickler(pickle._Unpickler):
@@ -106,15 +103,12 @@ class _MetadataUnpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         return _PickledName(f"{module}.{name}")
 
-    def _push(self, arguments: Any, name: Any) -> None:
+    def load_reduce(self) -> None:
+        arguments, name = self.stack.pop(), self.stack.pop()
         if not isinstance(name, _PickledName):
             raise pickle.UnpicklingError(f"a call of a {type(name).__name__}")
         dictionary = name.name == "collections.OrderedDict" and arguments == ()
         self.append({} if dictionary else _PickledObject(name.name, arguments))
-
-    def load_reduce(self) -> None:
-        arguments, name = self.stack.pop(), self.stack.pop()
-        self._push(arguments, name)
 
     def load_build(self) -> None:
         state, built = self.stack.pop(), self.stack[-1]
@@ -136,21 +130,15 @@ class _MetadataUnpickler(pickle._Unpickler):
     def refuse(self) -> NoReturn:
         raise pickle.UnpicklingError("an instruction that no .metadata has")
 
-    for _code, _method in (
-        (pickle.REDUCE, load_reduce),
-        (pickle.NEWOBJ, load_reduce),
-        (pickle.BUILD, load_build),
-        (pickle.SETITEM, load_setitem),
-        (pickle.SETITEMS, load_setitems),
-        (pickle.ADDITEMS, load_additems),
-        (pickle.NEWOBJ_EX, refuse),
-        (pickle.INST, refuse),
-        (pickle.OBJ, refuse),
-        (pickle.DICT, refuse),
-        (pickle.FROZENSET, refuse),
-        (pickle.BYTEARRAY8, refuse),
+    for _method, _codes in (
+        (load_reduce, (pickle.REDUCE, pickle.NEWOBJ)),
+        (load_build, (pickle.BUILD,)),
+        (load_setitem, (pickle.SETITEM,)),
+        (load_setitems, (pickle.SETITEMS,)),
+        (load_additems, (pickle.ADDITEMS,)),
+        (refuse, (pickle.NEWOBJ_EX, pickle.INST, pickle.OBJ, pickle.DICT, pickle.FROZENSET, pickle.BYTEARRAY8)),
     ):
-        dispatch[_code[0]] = _method
+        dispatch |= dict.fromkeys([_code[0] for _code in _codes], _method)
 
 
 def _set_items(container: Any, items: list[Any]) -> None:

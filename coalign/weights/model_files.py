@@ -33,10 +33,8 @@ class StoredTensor(NamedTuple):
 
 
 def check_model_files(folder: Path) -> None:
-    """Refuse a directory whose configuration, tokenizer or weights are something else. No values are read.
-
-    Raises ValueError that names the file, its content, and the remedy.
-    """
+    """Refuse a directory whose configuration, tokenizer or weights are something else. No values are read. Raises
+    ValueError that names the file, its content, and the remedy."""
     for name in TEXTS:
         if (folder / name).is_file():
             refuse_foreign(folder / name)
@@ -57,10 +55,8 @@ def check_adapter_files(folder: Path) -> None:
 
 
 def read_stored(folder: Path, single: str = SAFETENSORS) -> dict[str, StoredTensor] | None:
-    """Read which tensors the safetensors files of a directory hold, by name; None if it has no weights.
-
-    Empty for weights in a pickle, of which only the form is checked. Raises ValueError for damaged or foreign files.
-    """
+    """Read which tensors the safetensors files of a directory hold, by name; None if it has no weights. Empty for
+    weights in a pickle, of which only the form is checked. Raises ValueError for damaged or foreign files."""
     if files := list_weight_files(folder, single):
         return {name: tensor for file in files for name, tensor in read_header(file).items()}
     pickles = list_weight_files(folder, PICKLE) if single == SAFETENSORS else []
@@ -70,10 +66,8 @@ def read_stored(folder: Path, single: str = SAFETENSORS) -> dict[str, StoredTens
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Read names, types and shapes of the tensors of a safetensors file, whose size has to fit them.
-
-    Raises ValueError, naming the file and what it is, for any other file, and OSError.
-    """
+    """Read names, types and shapes of the tensors of a safetensors file, whose size has to fit them. Raises ValueError,
+    naming the file and what it is, for any other file, and OSError."""
     with open_regular(path) as file:
         size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
         text = file.read(length) if 2 <= length <= min(MAX_HEADER_BYTES, size - 8) else b""

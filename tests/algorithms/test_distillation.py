@@ -1,6 +1,5 @@
 import math
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -62,38 +61,12 @@ class TestWorkedByHand:
 
 
 class TestCandidates:
-    def test_the_whole_vocabulary_is_exact(self):
-        student, teacher = distributions()
-        x = given(student, teacher)
-        forward = F.kl_div(student, teacher, log_target=True, reduction="none").sum(-1)
-        torch.testing.assert_close(distillation(x).value, forward, rtol=1e-12, atol=1e-12)
-        reverse = F.kl_div(teacher, student, log_target=True, reduction="none").sum(-1)
-        torch.testing.assert_close(distillation(x, divergence="reverse").value, reverse, rtol=1e-12, atol=1e-12)
-
     def test_the_whole_vocabulary_in_float32(self):
         student, teacher = distributions(vocabulary=20_000, dtype=torch.float32)
         x = replace(given(student, teacher), candidate_logprobs=student, columns={"teacher_logprobs": teacher})
         for name, (q, p) in {"forward": (student, teacher), "reverse": (teacher, student)}.items():
             exact = F.kl_div(q.double(), p.double(), log_target=True, reduction="none").sum(-1)
             torch.testing.assert_close(distillation(x, divergence=name).value, exact, rtol=1e-5, atol=1e-5)
-
-    def test_gradient_at_the_whole_vocabulary_is_that_of_the_logits(self):
-        _, teacher = distributions()
-        logits = torch.randn(6, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
-        distillation(given(logits.log_softmax(-1), teacher)).value.sum().backward()
-        torch.testing.assert_close(logits.grad, logits.detach().softmax(-1) - teacher.exp(), rtol=1e-9, atol=1e-9)
-
-    @pytest.mark.parametrize("divergence", ["forward", "reverse", "jsd"])
-    def test_fewer_candidates_are_a_lower_bound_that_grows(self, divergence):
-        student, teacher = distributions()
-        order = teacher.argsort(-1, descending=True)
-        student, teacher = student.gather(-1, order), teacher.gather(-1, order)
-        values = [
-            distillation(given(student[:, :k], teacher[:, :k]), divergence=divergence).value for k in (1, 4, 16, 50)
-        ]
-        for fewer, more in pairwise(values):
-            assert (fewer <= more + 1e-9).all()
-        assert (values[0] >= 0).all() and (values[0] < values[-1]).all()
 
     @pytest.mark.parametrize("divergence", ["forward", "reverse", "jsd"])
     def test_equal_distributions_have_neither_value_nor_gradient(self, divergence):

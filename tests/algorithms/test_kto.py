@@ -5,9 +5,7 @@ import pytest
 import torch
 
 from coalign.algorithms.losses import apo_zero_unpaired, kto
-from coalign.algorithms.segments import LossTotals, required_inputs, value_unit
-from coalign.backends.base import Objective
-from coalign.data.batch import Batch
+from coalign.algorithms.segments import required_inputs, value_unit
 from tests.algorithms.responses import responses
 
 T = torch.tensor
@@ -83,29 +81,3 @@ class TestKTO:
     def test_traits(self):
         for loss in (kto, apo_zero_unpaired):
             assert (value_unit(loss), required_inputs(loss, {})) == ("sequence", ("ref",))
-
-    def test_any_cut_into_micro_batches_changes_nothing(self):
-        lengths = T([3, 4, 2])
-        first = T([0, 3, 7])
-        ref = torch.zeros(9, dtype=torch.float64)
-        mask = torch.ones(9, dtype=torch.bool)
-        mask[first] = False
-        ref[mask] = X.ref
-        batch = Batch(
-            lengths,
-            {"tokens": torch.zeros(9, dtype=torch.int32), "ref_logprobs": ref},
-            {"preference": T([1.0, 0.0, 0.0]), "reference_point": T([0.5] * 3)},
-        )
-
-        def run(parts):
-            leaf, at, total = X.logprobs.clone().requires_grad_(), 0, 0.0
-            for part in parts:
-                size = part.tokens_total - len(part)
-                share, _ = Objective("kto")(part, {"logprobs": leaf[at : at + size]}, LossTotals(6, 3, 3))
-                share.backward()
-                at, total = at + size, total + share.item()
-            return total, leaf.grad
-
-        whole, cut = run([batch]), run([batch.slice(i, i + 1) for i in range(3)])
-        assert cut[0] == pytest.approx(whole[0]) == pytest.approx(kto(X).value.mean().item())
-        torch.testing.assert_close(cut[1], whole[1])

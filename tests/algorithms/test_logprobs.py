@@ -55,24 +55,6 @@ def test_values_and_gradients_equal_those_of_log_softmax(settings, dtype, tolera
         torch.testing.assert_close(a, b, rtol=10 * tolerance, atol=10 * tolerance)
 
 
-# The gradients of all settings are those of log_softmax, as the test above says.
-OTHERS = [(SETTINGS[-1], False), *((settings, entropy) for settings in SETTINGS[:-1] for entropy in (False, True))]
-
-
-@pytest.mark.parametrize(
-    ("settings", "entropy"),
-    [(SETTINGS[-1], True), *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS)],
-)
-def test_gradcheck(settings, entropy):
-    *inputs, targets = case()
-
-    def run(hidden, weight, bias):
-        outputs = linear_logprobs(hidden, weight, targets, bias=bias, entropy=entropy, tile=1, **settings)
-        return [o for o in outputs if o is not None]
-
-    assert torch.autograd.gradcheck(run, inputs)
-
-
 def test_bfloat16_is_as_good_as_its_logits():
     *inputs, targets = case(torch.bfloat16, bias=False)
     logprobs, entropy = linear_logprobs(*inputs[:2], targets, entropy=True, tile=1)

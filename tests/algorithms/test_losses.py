@@ -46,22 +46,6 @@ class TestPolicyGradient:
         k1 = policy_gradient(x, kl_coef=0.1, kl_estimator="k1").value.item()
         assert k1 == pytest.approx(-1 + 0.1 * math.log(2))
 
-    def test_gradient_on_policy_is_minus_the_advantage(self):
-        logprobs = T([-1.0, -2.0, -3.0], requires_grad=True)
-        x = LossInput(
-            segment=T([0, 0, 1]), sequences=2, logprobs=logprobs, old=logprobs.detach(), advantages=T([1.0, -2.0, 0.0])
-        )
-        policy_gradient(x).value.sum().backward()
-        assert logprobs.grad.tolist() == [-1.0, 2.0, 0.0]
-
-    def test_clipped_tokens_have_no_gradient(self):
-        logprobs = T([1.5, 0.5, 1.5, 0.5]).log().requires_grad_()
-        x = LossInput(
-            segment=T([0] * 4), sequences=1, logprobs=logprobs, old=torch.zeros(4), advantages=T([1.0, 1.0, -1.0, -1.0])
-        )
-        policy_gradient(x).value.sum().backward()
-        assert logprobs.grad.tolist() == pytest.approx([0.0, -0.5, 1.5, 0.0])
-
     def test_gradcheck(self):
         logprobs = T([-0.9, -2.3, -1.1, -0.2], dtype=torch.float64, requires_grad=True)
         entropy = T([0.5, 1.0, 0.1, 2.0], dtype=torch.float64, requires_grad=True)
@@ -72,23 +56,6 @@ class TestPolicyGradient:
             return policy_gradient(x, dual_clip=3.0, kl_coef=0.1, entropy_coef=0.01).value
 
         assert torch.autograd.gradcheck(run, (logprobs, entropy))
-
-    def test_extreme_ratios_stay_finite(self):
-        logprobs = T([0.0, -1000.0, 0.0, -1000.0], requires_grad=True)
-        old, ref = T([-1000.0, 0.0, -1000.0, 0.0]), T([-1000.0, 0.0, 0.0, -1.0])
-        x = LossInput(
-            segment=T([0] * 4),
-            sequences=1,
-            logprobs=logprobs,
-            old=old,
-            ref=ref,
-            rollout=old,
-            advantages=T([1.0, 1.0, -1.0, -1.0]),
-        )
-        out = policy_gradient(x, kl_coef=0.1)
-        out.value.sum().backward()
-        assert out.value.isfinite().all() and logprobs.grad.isfinite().all()
-        assert all(math.isfinite(s.value) for s in out.stats.values())
 
     def test_reference_statistics(self):
         x = given(logprobs=[-1.0, -1.0], old=[-1.0, -1.0], ref=[-1.0, -2.0], advantages=[0, 0])

@@ -161,10 +161,6 @@ class TestRankings:
         assert out.value.tolist() == pytest.approx([expected])
         assert out.stats["accuracy"].count == 3
 
-    def test_any_order_within_the_group(self):
-        turned = responses([[-4.0], [-1.0], [-2.0]], ref=[[-1.0]] * 3, group=[0, 0, 0], preference=[1, 7, 5])
-        assert dpo(turned).value.item() == pytest.approx(dpo(self.X).value.item())
-
     def test_desensitising_pairs_of_different_lengths(self):
         # r per token; the shared length is that of each pair, not of the group.
         rows = [[1.0, 2.0, 4.0], [0.5], [0.25, 0.25]]
@@ -232,13 +228,6 @@ class TestGradients:
         logprobs = self.X.logprobs.clone().requires_grad_()
         assert torch.autograd.gradcheck(lambda p: dpo(replace(self.X, logprobs=p), **arguments).value, (logprobs,))
 
-    def test_dpo_at_the_reference(self):
-        # z = 0: every token of the winner gets -β/2, of the loser β/2.
-        logprobs = T([-1.0, -2.0, -3.0], requires_grad=True)
-        x = replace(responses([[0.0, 0.0], [0.0]], preference=[1, 0]), logprobs=logprobs, ref=logprobs.detach())
-        dpo(x, beta=0.1).value.sum().backward()
-        assert logprobs.grad.tolist() == pytest.approx([-0.05, -0.05, 0.05])
-
     @pytest.mark.parametrize("gap", [-5000.0, 5000.0])
     @pytest.mark.parametrize(
         ("name", "arguments"),
@@ -264,42 +253,6 @@ class TestGradients:
 
 
 class TestMicroBatches:
-    @pytest.mark.parametrize("name", [*WITH_REFERENCE, *WITHOUT_REFERENCE])
-    def test_cuts_between_groups_change_nothing(self, name):
-        generator = torch.Generator().manual_seed(1)
-        lengths = torch.randint(2, 6, (9,), generator=generator)
-        batch = Batch(
-            lengths,
-            {"tokens": torch.zeros(int(lengths.sum()), dtype=torch.int32)},
-            {
-                "group": T([3, 3, 8, 8, 8, 1, 1, 2, 2]),
-                "preference": T([1.0, 0.0, 2.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0]),
-            },
-        )
-        trained = int(lengths.sum()) - 9
-        logprobs = -torch.rand(trained, generator=generator, dtype=torch.float64)
-        mask = torch.ones(batch.tokens_total, dtype=torch.bool)
-        mask[batch.offsets[:-1]] = False
-        ref = torch.zeros(batch.tokens_total, dtype=torch.float64)
-        ref[mask] = -torch.rand(trained, generator=generator, dtype=torch.float64)
-        batch = batch.with_(ref_logprobs=ref)
-
-        def run(parts):
-            objective = Objective(name, nll_coef=0.2) if name != "orpo" else Objective(name)
-            leaf, at, value = logprobs.clone().requires_grad_(), 0, 0.0
-            for part in parts:
-                size = part.tokens_total - len(part)
-                share, _ = objective(part, {"logprobs": leaf[at : at + size]}, LossTotals(trained, 9, 4))
-                share.backward()
-                at, value = at + size, value + share.item()
-            return value, leaf.grad
-
-        whole, cut = run([batch]), run([batch.slice(0, 2), batch.slice(2, 7), batch.slice(7, 9)])
-        assert cut[0] == pytest.approx(whole[0], rel=1e-12)
-        torch.testing.assert_close(cut[1], whole[1], rtol=1e-12, atol=0)
-        expected = Objective(name).loss(responses_of(batch, logprobs, ref[mask])).value
-        assert expected.shape == (4,) and expected[2] == 0
-
     @pytest.mark.parametrize("name", BATCH)
     def test_a_loss_of_the_whole_batch_is_not_divided(self, name):
         batch = Batch(
@@ -312,14 +265,6 @@ class TestMicroBatches:
         # Log-ratios: winners -1, -0.5; losers -2, -3. `aot`: 1 and 2.5 against 0; unpaired: -1, -0.5 against -3, -2.
         z = (1, 2.5) if name == "aot" else (2, 1.5)
         assert share.item() == pytest.approx(-sum(map(log_sigmoid, z)) / 2)
-
-
-def responses_of(batch, logprobs, ref):
-    sizes = (batch.lengths - 1).tolist()
-    group = torch.unique_consecutive(batch["group"], return_inverse=True)[1].tolist()
-    return responses(
-        list(logprobs.split(sizes)), ref=list(ref.split(sizes)), group=group, preference=batch["preference"]
-    )
 
 
 class TestWhatTheyAskFor:

@@ -18,8 +18,8 @@ from tests.architecture.test_imports import COMPANION_FILES, FILES, PACKAGE, nam
 
 # Lines that a room may have. A change that needs more moves or removes something, or raises the budget and says why.
 BUDGETS = {
-    "algorithms": 2_500,
-    "backends": 12_450,
+    "algorithms": 2_325,
+    "backends": 11_540,
     "cli": 490,
     "cluster": 6_470,
     "config": 3_320,
@@ -28,14 +28,14 @@ BUDGETS = {
     "environments": 1_640,
     "launch": 1_995,
     "processes": 845,
-    "recipes": 1_020,
-    "report": 1_355,
-    "rewards": 940,
+    "recipes": 1_010,
+    "report": 1_360,
+    "rewards": 910,
     "run_files": 795,
-    "weights": 2_360,
+    "weights": 2_060,
     "": 2_865,  # modules beside the rooms
 }
-CORE_FILES, CORE_LINES = 265, 51_050
+CORE_FILES, CORE_LINES = 265, 49_600
 # Words that stand for a noun in a name: `found` for the nodes that were found.
 FILLERS = {
     *("found", "part", "parts", "each", "own", "kind", "kinds", "place", "places", "whole", "late", "begun", "most"),

@@ -81,17 +81,6 @@ def test_a_setting_it_does_not_know_is_refused():
         packed_attention(torch.nn.Identity(), x, x, x, torch.ones(1, 1, 3, 3), layout=layout)
 
 
-def test_nothing_of_a_sequence_reaches_another():
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(7, 2, 4, generator=generator) for _ in range(3))
-    blocks = (Block(0, (2,)), Block(2, (2, 3), (0, 2)))
-    before = attend(q, k, v, plan=RowPlan(blocks, "cpu"))
-    k[2:4] += 1.0
-    after = attend(q, k, v, plan=RowPlan(blocks, "cpu"))
-    changed = (before != after).flatten(1).any(-1).nonzero().flatten().tolist()
-    assert changed == [2, 3]
-
-
 # ---- kernels of devices: one call for the row
 
 BLOCKS = (Block(0, (4,)), Block(4, (2, 3, 3), (0, 4)), Block(12, (5, 1)), Block(18, (6,)), Block(24, (2, 2), (18, 24)))

@@ -8,18 +8,6 @@ from tests.backends.batches import rollout
 from tests.backends.test_fsdp import module, same, weights
 
 
-def test_the_formula_by_hand():
-    """From 1.0, at decay 0.9: 0.9 * 1 + 0.1 * 2 = 1.1, then 0.9 * 1.1 + 0.1 * 4 = 1.39."""
-    layer = nn.Linear(1, 1, bias=False)
-    nn.init.ones_(layer.weight)
-    average = WeightAverage(layer, decay=0.9)
-    for weight, expected in ((2.0, 1.1), (4.0, 1.39)):
-        nn.init.constant_(layer.weight, weight)
-        average.update()
-        assert average.tensors["weight"].item() == pytest.approx(expected)
-    assert layer.weight.item() == 4.0
-
-
 def test_a_bfloat16_model_has_a_float32_average():
     layer = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     nn.init.ones_(layer.weight)

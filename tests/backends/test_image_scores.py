@@ -12,7 +12,6 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from coalign.backends.base import Objective
 from coalign.backends.engines.request import begin_samples
 from coalign.backends.hf.fsdp import FSDPModule
-from coalign.backends.scorers.judge import JudgeModule, PreferenceModule
 from coalign.backends.scorers.retokenize import RetokenizeModule
 from coalign.backends.vision import name_components
 from coalign.config.schema import ImagesConfig, ModelConfig, RunConfig
@@ -21,6 +20,7 @@ from coalign.data.images.processor import ImageProcessor
 from coalign.data.templates import collapse_images
 from coalign.launch.plan import let_models_see
 from coalign.roles import Context
+from coalign_graders.services.judge import JudgeModule, PreferenceModule
 from tests.backends.test_images import QUICK, answer, load_prompts
 from tests.tiny import tiny_model_dir
 from tests.vision import FAMILIES, vision_model_dir

@@ -112,26 +112,12 @@ def test_the_loss_is_bound_once_for_all_steps(path, batch, monkeypatch):
         monkeypatch.setattr(owner, name, counted)
 
     trainer = module(path, LOSSES["cispo"], max_tokens_per_micro=60)
-    count(Objective, "__init__")
     trainer.train_step(batch, ptx=batch)
-    assert counts == {"Objective.__init__": 1}  # of the rows that are mixed in: the configured loss comes bound
+    count(Objective, "__init__")
     count(Signature, "bind")
-    for _ in range(2):
-        trainer.train_step(batch, ptx=batch)
-        trainer.eval_step(batch)
-    assert counts == {"Objective.__init__": 1}
-
-
-def test_on_policy_gspo_is_the_policy_gradient(path, batch):
-    fresh = Batch(batch.lengths, {k: c for k, c in batch.token.items() if k != "old_logprobs"}, batch.sequence)
-    advantage = torch.randn(len(batch), generator=torch.Generator().manual_seed(2))[batch.segment]
-    fresh = fresh.with_(advantages=advantage)
-    gradients = []
-    for loss in (GSPO, GSPO | {"form": "token"}, GSPO | {"fn": "policy_gradient"}):
-        trainer = module(path, loss)
-        trainer.train_step(fresh)
-        gradients.append(trainer.gradient)
-    assert max(apart(gradient, gradients[-1]) for gradient in gradients[:-1]) < 1e-6
+    trainer.train_step(batch, ptx=batch)
+    trainer.eval_step(batch)
+    assert not counts
 
 
 def test_the_entropy_is_measured_without_a_part_in_the_gradient(path, batch):

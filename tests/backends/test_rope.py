@@ -73,15 +73,6 @@ def test_a_trainer_computes_up_to_the_limit_and_refuses_more(path):
         trainer.forward_step(rows(5, LIMIT + 1))
 
 
-def test_the_embeddings_do_change_above_it(path):
-    """What is refused would be wrong: a short sequence gets other log-probs beside a long one."""
-    trainer = module(path)
-    trainer.model.rope_limit = None  # nothing is refused
-    batch = rows(LIMIT, 2 * LIMIT)
-    found = trainer.forward_step(batch, into="logprobs")["logprobs"][1:LIMIT]
-    assert (found - alone(path, batch)[: LIMIT - 1]).abs().max() > 0.1
-
-
 def test_the_native_engine_ends_sequences_at_the_limit(path):
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
     engine = helpers.engine(model)
@@ -99,12 +90,16 @@ def test_the_native_engine_ends_sequences_at_the_limit(path):
 def test_vllm_may_not_get_longer_sequences(path):
     kind, _ = read_rope_limit(read_config(ModelConfig(load=path)))
     if kind == "dynamic":
-        with pytest.raises(ValueError, match=r"models\.policy\.load: vLLM .* type `dynamic` otherwise"):
+        with pytest.raises(
+            ValueError, match=r"models\.policy\.load: vLLM changes .* type `dynamic` .* use `module: native`"
+        ):
             VLLMModule.check_architecture(ModelConfig(load=path, vllm={"max_model_len": LIMIT}), "policy")
         return
     VLLMModule.check_architecture(ModelConfig(load=path, vllm={"max_model_len": LIMIT}), "policy")
     for options in ({}, {"max_model_len": LIMIT + 1}):
-        with pytest.raises(ValueError, match=rf"models\.policy\.vllm\.max_model_len: .* above {LIMIT} tokens"):
+        with pytest.raises(
+            ValueError, match=rf"models\.policy\.vllm\.max_model_len: .* above {LIMIT}; set that or less"
+        ):
             VLLMModule.check_architecture(ModelConfig(load=path, vllm=options), "policy")
 
 

@@ -78,13 +78,6 @@ def test_the_gradient_is_that_of_transformers_function(paths):
     assert float((trainer.gradient - expected).norm() / expected.norm()) < 1e-5
 
 
-def test_the_loss_spreads_tokens_over_experts(paths):
-    trainer = module(paths("qwen3_moe"), router_aux_loss_coef=1.0, steps=30)
-    batch = rollout((5, 9, 12), 4)
-    seen = [trainer.train_step(batch)["router/aux_loss"].value for _ in range(15)]
-    assert 0 < seen[-1] - 2 < 0.2 * (seen[0] - 2)  # 2 = k where the load is even
-
-
 def test_recomputed_layers_change_nothing(paths):
     gradients = []
     for how in (None, "full", "selective"):

@@ -13,7 +13,7 @@ from coalign.data.loader import build_loader
 from coalign.launch.plan import plan_reward_models, prepare
 from coalign.report.display import Display
 from coalign.types import Status
-from coalign_serve.config.pipeline import ScoreConfig
+from coalign_serve.config.stages import ScoreConfig
 from coalign_serve.judges import RewardModelJudge
 from coalign_serve.score import score
 from coalign_serve.serving.reward_server import read_request

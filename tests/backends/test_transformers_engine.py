@@ -17,6 +17,7 @@ from coalign.launch.check import check
 from coalign.report.display import Display
 from coalign.roles import Context
 from coalign.types import Status
+from tests.backends.native.helpers import step
 from tests.conformance.engines import build, expected_logprobs, load, prompts
 from tests.runs import metrics, run, settings
 from tests.tiny import tiny_model_dir, tiny_tokenizer
@@ -205,9 +206,7 @@ def test_turns_of_a_conversation_are_those_of_one_text(tmp_path, batching):
             for group, text in texts.items():
                 request = Request(list(text), group, limit=2 + (group + turn) % 3, first_turn=first[group])
                 session.submit(request, lambda place, response, group=group: waiting.append((group, response)))
-            while session.unfinished:
-                with policy.engine.stepping():
-                    session.step()
+            step(policy.engine, session)
             for group, response in waiting:
                 read, tokens = texts[group], response.tokens.tolist()
                 with torch.no_grad():

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from coalign.backends import lora
+from coalign.backends import lora, refuse_owned, refuse_unknown
 from coalign.backends.engines.vllm import vllm_module as vllm
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig
@@ -79,7 +79,9 @@ def test_what_devices_cannot_share_is_refused(directory, tmp_path):
     with pytest.raises(ValueError, match=r"models\.policy\.tensor_parallel is 3, which does not divide .* 2 attention"):
         module(directory, tensor_parallel=3).setup()
     uneven = tiny_model_dir(tmp_path, hidden=48, heads=6, kv_heads=2)
-    with pytest.raises(ValueError, match=r"tensor_parallel is 3, which neither divides the model's 2 heads of keys"):
+    with pytest.raises(
+        ValueError, match=r"tensor_parallel is 3, which neither divides nor is a multiple of the model's 2 heads"
+    ):
         module(uneven, tensor_parallel=3).setup()
 
 
@@ -93,8 +95,9 @@ def test_what_devices_cannot_share_is_refused(directory, tmp_path):
 )
 def test_options_that_are_unknown_or_taken_are_refused(name, message):
     with pytest.raises(ValueError, match=message):
-        vllm.check_owned({"block_size": 16, name: 1}, "policy")
-        vllm.check_known({"block_size": 16, name: 1}, ["block_size", "max_num_seqs", "seed"], "policy")
+        options, owned, section = {"block_size": 16, name: 1}, vllm.OWNED_ARGUMENTS, "models.policy.vllm"
+        refuse_owned(options, owned, section)
+        refuse_unknown(options, ["block_size", "max_num_seqs", "seed"], owned, section, "engine argument of vLLM")
 
 
 @VLLM

@@ -21,7 +21,7 @@ from coalign.data.sources import BadRow, JsonLines
 from coalign.files import RecordFile, RecordHandler
 from coalign.report.display import Display
 from coalign_graders.services.remote import Remote
-from coalign_serve.config.pipeline import ScoreConfig
+from coalign_serve.config.stages import ScoreConfig
 from coalign_serve.resumable import fingerprint_settings
 from tests.config.conftest import recipe_defaults
 from tests.fuzzing import CASES, JSON, damage, try_cases

@@ -15,6 +15,7 @@ from coalign.data.batch import Batch
 from coalign.environments.conversation import find_environment
 from coalign.environments.episode import Episode
 from coalign.types import SEQUENCE_COLUMNS, TOKEN_COLUMNS, Status
+from tests.backends.native.helpers import step
 from tests.conformance.engines import build, load, mismatch, prompts
 
 COLUMNS = ("tokens", "loss_mask", "versions", "index", "prompt_length", "status", "group")
@@ -165,9 +166,7 @@ def test_what_prompts_and_turns_have_in_common_is_computed_once(policy):
     def ask(run, request):
         before = run.tokens_prefilled
         run.submit(request, lambda place, response: answers.append(response.tokens.tolist()))
-        while run.unfinished:
-            with policy.engine.stepping():
-                run.step()
+        step(policy.engine, run)
         return run.tokens_prefilled - before
 
     with policy.engine.open(sampling) as run:
@@ -188,9 +187,7 @@ def test_a_conversation_that_begins_anew_draws_other_numbers(policy):
         for restarts in (0, 1, 0):
             request = Request(prompt, 71, first_turn=len(prompt), restarts=restarts)
             run.submit(request, lambda place, response: drawn.append(response.tokens.tolist()))
-            while run.unfinished:
-                with policy.engine.stepping():
-                    run.step()
+            step(policy.engine, run)
             run.forget(71, 0)
     assert drawn[0] == drawn[2] != drawn[1]
 

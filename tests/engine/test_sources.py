@@ -171,7 +171,7 @@ def test_sources_that_no_row_has_are_refused(tmp_path, parts, message):
 
 
 def test_servers_refuse_sources(tmp_path):
-    from coalign_serve.config.pipeline import JudgeConfig
+    from coalign_serve.config.stages import JudgeConfig
 
     with pytest.raises(ValueError, match="is for runs"):
         JudgeConfig.model_validate({"reward": {"fn": "math", "sources": ["a"]}})

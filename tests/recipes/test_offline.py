@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.runs import metrics, run, run_in_two_parts, settings, weights_hash
+from tests.runs import metrics, run, settings, weights_hash
 
 # recipe: (loss falls to this share of its first value, statistics that must be there)
 RECIPES = {
@@ -43,30 +43,6 @@ def test_it_learns_and_says_what_it_did(tmp_path, algorithm):
     assert lines[-1]["eval/loss/value"] < share * lines[0]["eval/loss/value"]
     held_out = {f"eval/{name}" for name in expected}
     assert expected <= set(lines[-1]) and held_out <= set(lines[-1])
-
-
-@pytest.mark.parametrize(
-    "algorithm", [pytest.param(name, marks=() if name == "kto" else pytest.mark.slow) for name in RECIPES]
-)
-def test_a_stopped_run_ends_with_the_same_weights(tmp_path, algorithm):
-    whole = configuration(tmp_path, algorithm, steps=4, eval_at_start=False)
-    run(whole)
-    cut = run_in_two_parts(whole)
-    assert [line["step"] for line in metrics(cut)] == [1, 2, 3, 4]
-    assert weights_hash(cut, 4) == weights_hash(whole, 4)
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        "aot",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("ipo", "hinge")),
-        {"fn": "dpo", "label_smoothing": 0.1, "nll_coef": 0.2},
-    ],
-)
-def test_the_relatives_of_dpo_are_settings(tmp_path, loss):
-    config = configuration(tmp_path, "dpo", steps=2)
-    assert run(config | {"loss": loss}) == 0
 
 
 def test_a_reference_is_only_there_where_the_loss_reads_it(tmp_path):

@@ -9,7 +9,7 @@ from coalign.backends.base import TrainableModule
 from coalign.engine.hooks.guards import UNHEALTHY
 from coalign.launch.plan import prepare
 from coalign.launch.trace import trace
-from tests.runs import metrics, run, run_in_two_parts, settings, weights_hash
+from tests.runs import metrics, run, settings, weights_hash
 
 
 def configuration(directory, **runtime):
@@ -115,27 +115,8 @@ def test_the_trainer_computes_no_anchor(tmp_path, monkeypatch):
     assert asked == [("reference", None)]
 
 
-@pytest.mark.slow
-def test_a_stopped_run_ends_with_the_same_weights(tmp_path):
-    whole = configuration(tmp_path, steps=4, save_every=2)
-    run(whole)
-    cut = run_in_two_parts(whole)
-    assert [line["step"] for line in metrics(cut)] == [1, 2, 3, 4]
-    assert weights_hash(cut, 4) == weights_hash(whole, 4)
-
-
 def test_pairs_are_made_while_the_trainer_trains(tmp_path):
     config = configuration(tmp_path, steps=5, max_staleness=2)
     run(config)
     ages = [line["samples/staleness_max"] for line in metrics(config)]
     assert all(age <= min(step, 2) for step, age in enumerate(ages)) and max(ages) > 0
-
-
-@pytest.mark.slow  # test_rlaif.py sees online DPO learn in `make test`
-@pytest.mark.parametrize("pairs", ["best_worst", "all_pairs"])
-def test_the_reward_climbs(tmp_path, pairs):
-    config = configuration(tmp_path, steps=20, prompts_per_step=8, samples_per_prompt=6) | {"pairs": pairs}
-    config["models"]["trainer"]["optimizer"] = {"lr": 1e-2}
-    run(config)
-    rewards = [line["reward/mean"] for line in metrics(config)]
-    assert sum(rewards[-3:]) / 3 > 3 * sum(rewards[:3]) / 3

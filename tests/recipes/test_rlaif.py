@@ -7,7 +7,7 @@ import pytest
 from coalign import load_config
 from coalign.launch.plan import prepare
 from coalign.launch.trace import trace
-from tests.runs import metrics, other_model, run, run_in_two_parts, settings, weights_hash
+from tests.runs import metrics, other_model, run, settings
 
 DIGITS = {"fn": "tests.digits:digits", "weight": 0.0}
 
@@ -78,15 +78,6 @@ def test_check_asks_the_judge(tmp_path):
     checked = load_config(config)
     with pytest.raises(ValueError, match=r"models.judge.judge.oponents: unknown argument.*did you mean 'opponents'"):
         trace(prepare(checked))
-
-
-@pytest.mark.slow
-def test_a_stopped_run_ends_with_the_same_weights(tmp_path):
-    whole = configuration(tmp_path, steps=4, save_every=2)
-    run(whole)
-    cut = run_in_two_parts(whole)
-    assert [line["step"] for line in metrics(cut)] == [1, 2, 3, 4]
-    assert weights_hash(cut, 4) == weights_hash(whole, 4)
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,11 @@ def same(found, wanted):
     )
 
 
+def check_serving(policy, version, weights):
+    for found, served in policy.call("serving"):
+        assert found == version and same(served, weights)
+
+
 @pytest.mark.parametrize(
     ("transport", "module"),
     [*((transport, "Adopter") for transport in TRANSPORTS), ("shared_memory", "Reader"), ("broadcast", "Reader")],
@@ -67,11 +72,9 @@ def test_several_senders_reach_several_readers(make, syncing, transport, module)
     assert sync(0)["sync/bytes"] == Total(EMBED + 2 * LAYER)
     for version in range(1, 4):
         trainer.call("learn")
-        for found, weights in policy.call("serving"):  # training does not show through
-            assert found == version - 1 and same(weights, expected(2, version - 1))
+        check_serving(policy, version - 1, expected(2, version - 1))  # training does not show through
         assert sync(version)["sync/bytes"] == Total(2 * LAYER)  # the embedding is frozen
-        for found, weights in policy.call("serving"):
-            assert found == version and same(weights, expected(2, version))
+        check_serving(policy, version, expected(2, version))
 
 
 @pytest.mark.parametrize("transport", TWO_QUICK)
@@ -100,8 +103,7 @@ def test_versions_may_come_again_and_go_back(make, syncing, transport):
     sync = syncing(trainer, policy, transport)
     for learnt, version in enumerate([5, 6, 6, 3, 3, 4]):
         sync(version)
-        [(found, weights)] = policy.call("serving")
-        assert found == version and same(weights, expected(1, learnt))
+        check_serving(policy, version, expected(1, learnt))
         trainer.call("learn")
 
 
@@ -138,12 +140,10 @@ def test_what_goes_wrong_at_a_sender_leaves_the_old_version(make, syncing, trans
     trainer.call("misbehave", fault)
     with pytest.raises((WorkerError, WeightError), match=FAULTS[fault]):
         sync(2)
-    for found, weights in policy.call("serving"):
-        assert found == 1 and same(weights, expected(2, 0))
+    check_serving(policy, 1, expected(2, 0))
     trainer.call("misbehave", "")
     sync(3)
-    for found, weights in policy.call("serving"):
-        assert found == 3 and same(weights, expected(2, 1))
+    check_serving(policy, 3, expected(2, 1))
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_broken_stream_leaves_replicas_that_do_not_serve(make, syncing, fault,
     trainer.call("misbehave", "")
     sync(3)
     assert policy.call("condition") == [None, None]
-    assert all(found == 3 and same(weights, expected(2, 0)) for found, weights in policy.call("serving"))
+    check_serving(policy, 3, expected(2, 0))
 
 
 def damaged_fill(jobs, *turn):
@@ -298,7 +298,7 @@ def test_bytes_that_are_damaged_once_are_sent_again(make, syncing, caplog):
     sync.transport.target = DamagingOnce(target, verify_buckets, damaged_verify)
     sync(1)
     assert "arrived damaged" in caplog.text and "all are sent again" in caplog.text
-    assert all(found == 1 and same(weights, expected(1, 1)) for found, weights in policy.call("serving"))
+    check_serving(policy, 1, expected(1, 1))
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "object_store"])
@@ -313,12 +313,10 @@ def test_damaged_bytes_are_refused_and_the_old_version_keeps_serving(make, synci
     with pytest.raises(WorkerError, match=r"weight '[\w.]+' arrived damaged") as caught:
         sync(1)
     assert isinstance(caught.value.cause, WeightError)
-    for found, weights in policy.call("serving"):
-        assert found == 0 and same(weights, expected(1, 0))
+    check_serving(policy, 0, expected(1, 0))
     sync.transport.source, sync.transport.target = whole
     sync(1)
-    for found, weights in policy.call("serving"):
-        assert found == 1 and same(weights, expected(1, 1))
+    check_serving(policy, 1, expected(1, 1))
 
 
 class Turns(Damaging):

@@ -28,14 +28,9 @@ def _bounded_exp(log_ratio: Tensor) -> Tensor:
 
 def clip_range(clip_low: float, clip_high: float) -> tuple[float, float]:
     """(1 - clip_low, 1 + clip_high). ValueError for a negative setting: the ratio 1 must lie between."""
-    _check_clips(clip_low, clip_high)
-    return 1.0 - clip_low, 1.0 + clip_high
-
-
-def _check_clips(clip_low: float, clip_high: float) -> None:
-    """Raise ValueError for a negative setting."""
     if clip_low < 0 or clip_high < 0:
         raise ValueError(f"loss.clip_low is {clip_low} and loss.clip_high is {clip_high}: neither may be below 0")
+    return 1.0 - clip_low, 1.0 + clip_high
 
 
 def _clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Stats]:
@@ -94,7 +89,8 @@ def add_policy_terms(
         stats |= weight_stats
         value = surrogate * weights.to(surrogate)
     if drift_limit is not None:
-        drifted = _find_drifted(x, logprobs, drift_limit)
+        drift = _sequence_mean(x, x.require("rollout", "drift_limit") - logprobs.detach())
+        drifted = (x.require("advantages") < 0) & (drift > drift_limit)
         stats["drift_fraction"] = Stat.of(drifted)
         value = torch.where(drifted, 0.0, value)
     if kl_coef:
@@ -116,11 +112,9 @@ def policy_loss(surrogate: Callable[..., Surrogate]) -> Loss:
 
     @wraps(surrogate)
     def loss(x: LossInput, **settings: Any) -> LossOutput:
-        surrogate_settings = read_by_both | {
-            name: value for name, value in settings.items() if name in surrogate_parameters or name not in shared
-        }
         shared_settings = {name: value for name, value in settings.items() if name in shared}
-        return add_policy_terms(x, *surrogate(x, **surrogate_settings), **shared_settings)
+        read = {name: v for name, v in settings.items() if name in surrogate_parameters or name not in shared}
+        return add_policy_terms(x, *surrogate(x, **read_by_both | read), **shared_settings)
 
     loss.__signature__ = Signature(list({**surrogate_parameters, **shared}.values()))  # pyright: ignore[reportAttributeAccessIssue]
     loss.__annotations__ = get_type_hints(add_policy_terms) | get_type_hints(surrogate) | {"return": LossOutput}
@@ -134,23 +128,16 @@ def _policy_needs(*, entropy_coef: float, measure_entropy: bool, kl_coef: float,
 
 
 @torch.no_grad()
-def _find_drifted(x: LossInput, logprobs: Tensor, limit: float) -> Tensor:
-    """bool[T]: tokens with negative advantage in sequences that have become unlikely under the policy."""
-    drift = _sequence_mean(x, x.require("rollout", "drift_limit") - logprobs)
-    return (x.require("advantages") < 0) & (drift > limit)
-
-
-@torch.no_grad()
 def _ratio_stats(x: LossInput, logprobs: Tensor, old: Tensor, ratio: Tensor) -> Stats:
     """Statistics of the policy's distance from the anchor of its ratio (`approx_kl`) and from the reference."""
     stats: Stats = {
         "ratio": Stat.of(ratio),
-        "approx_kl": Stat.of(estimate_kl(old, logprobs, "k3")),
+        "approx_kl": Stat.of(estimate_kl(old, logprobs)),
         "approx_kl_k1": Stat.of(old - logprobs),
         "logprob": Stat.of(logprobs),
     }
     if x.ref is not None:
-        stats["kl_ref"] = Stat.of(estimate_kl(logprobs, x.ref, "k3"))
+        stats["kl_ref"] = Stat.of(estimate_kl(logprobs, x.ref))
     if x.entropy is not None:
         stats["entropy"] = Stat.of(x.entropy)
     if len(ratio):
@@ -160,11 +147,7 @@ def _ratio_stats(x: LossInput, logprobs: Tensor, old: Tensor, ratio: Tensor) -> 
 
 @policy_loss
 def policy_gradient(
-    x: LossInput,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
+    x: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
 ) -> Surrogate:
     """PPO's clipped surrogate (1707.06347) per token, with the settings of its descendants.
 
@@ -175,9 +158,7 @@ def policy_gradient(
     Reads logprobs, old, advantages, and what those settings need; ValueError if one is missing.
     """
     if dual_clip is not None and dual_clip <= 1.0:
-        raise ValueError(
-            f"loss.dual_clip is {dual_clip}: it bounds the ratio from above and must exceed 1 (3 is usual)"
-        )
+        raise ValueError(f"loss.dual_clip is {dual_clip}: it bounds the ratio from above; use more than 1 (3 is usual)")
     logprobs, old, advantages = (x.require(name) for name in ("logprobs", "old", "advantages"))
     ratio = _bounded_exp(logprobs - old)
     surrogate, stats = _clipped_surrogate(ratio, advantages, *clip_range(clip_low, clip_high))
@@ -213,8 +194,6 @@ def gspo(
 
     Reads and raises as policy_gradient does; the other settings are those of `add_policy_terms`.
     """
-    if form not in ("sequence", "token"):
-        raise ValueError(f"loss.form is '{form}': expected sequence or token")
     if form == "sequence" and is_level == "token":
         raise ValueError("loss.is_level is 'token': `gspo` in the form `sequence` takes `sequence` or `product`")
     logprobs, old, advantages = (x.require(name) for name in ("logprobs", "old", "advantages"))
@@ -232,12 +211,7 @@ gspo.aggregations = ("sequence_mean_token_mean", "sequence_mean_token_sum", "con
 
 
 @policy_loss
-def cispo(
-    x: LossInput,
-    *,
-    clip_low: float = 1.0,
-    clip_high: float = 4.0,
-) -> Surrogate:
+def cispo(x: LossInput, *, clip_low: float = 1.0, clip_high: float = 4.0) -> Surrogate:
     """CISPO (2506.13585): REINFORCE with a clipped importance weight.
 
     -sg(clip(ρ, 1 - clip_low, 1 + clip_high)) A log π per token, with ρ = π/π_old. Every token keeps its gradient, also
@@ -285,7 +259,7 @@ def gmpo(x: LossInput, *, clip_low: float = 0.4, clip_high: float = 0.4, is_leve
 
     Reads and raises as policy_gradient does; the other settings are those of `add_policy_terms`.
     """
-    _check_clips(clip_low, clip_high)
+    clip_range(clip_low, clip_high)
     if is_level == "token":
         raise ValueError("loss.is_level is 'token': in `gmpo` a response has one ratio; take `sequence` or `product`")
     logprobs, old, advantages = (x.require(name) for name in ("logprobs", "old", "advantages"))

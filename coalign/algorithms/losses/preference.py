@@ -111,9 +111,8 @@ def nca_pair(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossO
     """NCA (2402.05369): -log σ(βr_w) - ½ log σ(-βr_w) - ½ log σ(-βr_l)."""
     pairs, rewards = read_pairs(x), beta * log_ratios(x)
     winner, loser = pairs.split(rewards)
-    return compare_responses(
-        x, pairs, F.softplus(-winner) + 0.5 * F.softplus(winner) + 0.5 * F.softplus(loser), rewards, nll_coef
-    )
+    losses = F.softplus(-winner) + 0.5 * F.softplus(winner) + 0.5 * F.softplus(loser)
+    return compare_responses(x, pairs, losses, rewards, nll_coef)
 
 
 def bco_pair(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossOutput:
@@ -263,19 +262,14 @@ def orpo(x: LossInput, *, beta: float = 0.1) -> LossOutput:
     clamped to 1 - 1e-6, where the gradient of its odds is 0.
     """
     pairs, means = read_pairs(x), response_logprobs(x) / lengths(x)
-    log_odds = pairs.difference(_log_odds(means))
+    clamped = means.clamp(max=-MIN_DOUBT)
+    log_odds = pairs.difference(clamped - torch.log(-torch.expm1(clamped)))  # log(p / (1 - p)) of p = e^mean
     result = compare_responses(x, pairs, beta * F.softplus(-log_odds), beta * means, nll_coef=1.0)
     return LossOutput(result.value, result.stats | {"log_odds": Stat.of(log_odds)})
 
 
 for _loss in (simpo, cpo, orpo):
     _loss.per = "group"
-
-
-def _log_odds(logprobs: Tensor) -> Tensor:
-    """log(p / (1 - p)) of p = e^logprobs."""
-    clamped = logprobs.clamp(max=-MIN_DOUBT)
-    return clamped - torch.log(-torch.expm1(clamped))
 
 
 # ---- unpaired feedback: each response is desirable (`preference` 1) or not (0). It is compared with a reference point,
@@ -322,9 +316,7 @@ def _compute_unpaired_loss(
         "rewards/rejected": Stat.of(rewards, ~desirable),
         "logps/chosen": Stat.of(logprobs, desirable),
         "logps/rejected": Stat.of(logprobs, ~desirable),
-        "accuracy": accuracy(
-            gain.detach()
-        ),  # the share on the right side of the reference point; exactly on it counts half
+        "accuracy": accuracy(gain.detach()),  # the share on the right side of the reference point
     }
     return LossOutput(weight * torch.sigmoid(-gain), stats)
 

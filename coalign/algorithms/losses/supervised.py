@@ -115,10 +115,8 @@ def process_reward(x: LossInput) -> LossOutput:
     Statistics: `accuracy` (P(+) on the label's side of ½; exactly ½ counts half), `nll`, and `positive`, the mean P(+).
     """
     logprobs, label = x.require("candidate_logprobs").double(), x.require_column("label").double()
-    if logprobs.shape[1] != 2:
-        raise ValueError(
-            f"process_reward compares 2 candidates, + and -; the column `candidates` has {logprobs.shape[1]}"
-        )
+    if (count := logprobs.shape[1]) != 2:
+        raise ValueError(f"process_reward compares 2 candidates, + and -; the column `candidates` has {count}")
     if bool(((label < 0) | (label > 1)).any()):
         worst = label[(label - 0.5).abs().argmax()].item()
         raise ValueError(f"column `label` holds {worst:g}: a label is the probability that the step is right, 0 to 1")

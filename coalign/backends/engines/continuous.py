@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -19,9 +18,7 @@ from coalign.types import Response, Stats
 
 class _ResponseBatch:
     """A batch whose samples are single responses, while a session computes them. ``samples``: as they were given.
-
-    Raises ValueError for a prompt that can never fit.
-    """
+    Raises ValueError for a prompt that can never fit."""
 
     def __init__(
         self,
@@ -31,32 +28,32 @@ class _ResponseBatch:
         sampling: SamplingConfig,
         longest: int | None,
     ) -> None:
-        self.engine = engine
-        self.samples = samples
+        self.engine, self.samples = engine, samples
         self.rows, requests = plan_requests(samples, sampling.max_new_tokens, None, longest)
-        self.responses: list[Response | None] = [None] * len(self.rows)  # one for each of the rows
-        self.missing = len(self.rows)
-        self._submitted = []
-        first = 0
+        self.responses: dict[int, Response] = {}  # by the number of the row
+        submitted, first = [], 0
         try:
             for request in requests:
-                self._submitted.append(session.submit(request, partial(self._record, first)))
+                submitted.append(session.submit(request, partial(self._record, first)))
                 first += request.samples
         except ValueError:
-            session.cut(*self._submitted)
+            session.cut(*submitted)
             raise
+
+    @property
+    def missing(self) -> int:
+        return len(self.rows) - len(self.responses)
 
     @property
     def done(self) -> bool:
         return not self.missing
 
     def result(self) -> tuple[Batch, Stats]:
-        responses = [response for response in self.responses if response is not None]
+        responses = [self.responses[number] for number in range(len(self.rows))]
         return extend_samples(self.samples, self.rows, responses, self.engine.experts), {}
 
     def _record(self, first: int, offset: int, response: Response) -> None:
         self.responses[first + offset] = response
-        self.missing -= 1
 
 
 class _OpenSession:
@@ -71,7 +68,7 @@ class _OpenSession:
         try:
             for batch in self.batches.values():
                 if isinstance(batch, EpisodeBatch):
-                    batch.stop()
+                    batch.running.stop()
         finally:
             self._stack.close()
 
@@ -89,18 +86,13 @@ class ContinuousGeneration:
     def __init__(
         self, engine: InferenceEngine, sampling: SamplingConfig, context: Context, runner: EpisodeRunner | None = None
     ) -> None:
-        self.engine = engine
-        self.sampling = sampling
-        self.context = context
-        self.runner = runner
+        self.engine, self.sampling, self.context, self.runner = engine, sampling, context, runner
         self._sessions: dict[str, _OpenSession] = {}  # by their sampling, as JSON
 
     def add(self, number: int, prompts: Batch, *, samples: int | None = None, **overrides: Any) -> None:
         """Begin a batch, which ``advance`` returns by its ``number``; prompts and options as RolloutModule.generate's.
-
         Raises ValueError for a number that is in use and for a prompt that can never fit, and pydantic.ValidationError
-        for a bad override. The other batches go on.
-        """
+        for a bad override. The other batches go on."""
         if number in self._batches:
             raise ValueError(f"batch {number} is being computed already")
         usual = self.context.samples_per_prompt
@@ -169,14 +161,10 @@ class ContinuousGeneration:
         for session in able:
             with self.engine.stepping():
                 session.step()
-        if not able:
-            self._wait(list(self._batches.values()), seconds)
-
-    def _wait(self, batches: Sequence[_ResponseBatch | EpisodeBatch], seconds: float) -> None:
-        lost = sum(batch.missing for batch in batches if isinstance(batch, _ResponseBatch))
-        if lost:
+        if able:
+            return
+        batches = list(self._batches.values())
+        if lost := sum(batch.missing for batch in batches if isinstance(batch, _ResponseBatch)):
             raise RuntimeError(f"the engine lost {lost} responses")
-        for batch in batches:
-            if isinstance(batch, EpisodeBatch) and not batch.done:
-                batch.running.wait(seconds)
-                return
+        if playing := [batch for batch in batches if isinstance(batch, EpisodeBatch) and not batch.done]:
+            playing[0].running.wait(seconds)

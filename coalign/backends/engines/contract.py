@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -54,11 +54,9 @@ class GenerationSession(ABC):
 
     @abstractmethod
     def submit(self, request: Request, on_done: OnDone) -> SubmittedRequest:
-        """Ask for responses. Each one is given to ``on_done(offset, response)`` on the thread that steps.
-
-        The result can be passed to ``cut``. Raises ValueError for a prompt that is empty, holds an unknown token, or
-        can never fit.
-        """
+        """Ask for responses. Each one is given to ``on_done(offset, response)`` on the thread that steps. The result
+        can be passed to ``cut``. Raises ValueError for a prompt that is empty, holds an unknown token, or can never
+        fit."""
 
     def cut(self, *requests: SubmittedRequest) -> None:
         """End these requests at the next step: their samples come back as they are (PARTIAL)."""
@@ -91,24 +89,69 @@ class GenerationSession(ABC):
         """Drop keys and values of older weights that a request might reuse: of earlier turns and of waiting prompts."""
 
     def restart(self) -> None:
-        """Prefill the active samples again, with the tokens that they have, by the current weights.
-
-        The result is the same as if another engine continued them.
-        """
+        """Prefill the active samples again, with the tokens that they have, by the current weights. The result is the
+        same as if another engine continued them."""
         self.requeue([answer.create_successor() for answer in self.take_active()])
 
     @abstractmethod
     def step(self) -> None:
-        """Start the requests that fit, then compute one token for every active sequence.
+        """Start the requests that fit, then compute one token for every active sequence. Raises FloatingPointError for
+        logits that are not finite."""
 
-        Raises FloatingPointError for logits that are not finite.
-        """
+
+Accepted = TypeVar("Accepted", bound=SubmittedRequest)
+
+
+class QueuedSession(GenerationSession, Generic[Accepted]):
+    """Keeps requests until their samples start, and records what is chosen for these. arrived: requests since the last
+    step. waiting: those with samples that have not started. ended: conversations that have had their last turn."""
+
+    engine: InferenceEngine
+
+    def __init__(
+        self, engine: InferenceEngine, sampling: SamplingConfig, on_token: OnToken | None, max_tokens: int | None
+    ) -> None:
+        super().__init__(max_tokens)
+        self.engine, self.sampling, self.on_token = engine, sampling, on_token
+        self.arrived: deque[Accepted] = deque()
+        self.waiting: deque[Accepted] = deque()
+        self.ended: deque[tuple[int, int]] = deque()
+
+    @property
+    def unstarted(self) -> int:
+        return sum(submitted.waiting for submitted in [*self.arrived, *self.waiting])
+
+    def forget(self, group: int, index: int) -> None:
+        self.ended.append((group, index))
+
+    def requeue(self, requests: Sequence[SubmittedRequest]) -> None:
+        self.waiting.extendleft(cast("Sequence[Accepted]", requests[::-1]))
+
+    def record(self, answer: PartialResponse, token: int, logprob: float) -> Status | None:
+        """Add the next token of a response; return the status if the response ends with it."""
+        status = answer.add(token, logprob, self.engine.version, self.engine.end_tokens)
+        self.tokens_chosen += 1
+        if self.on_token is not None:
+            request = answer.submitted.request
+            self.on_token(request.group, request.first + answer.offset, token, logprob)
+        return status
+
+    def finish(self, answer: PartialResponse, status: Status) -> None:
+        self.finished += 1
+        answer.submitted.on_done(answer.offset, answer.response(status))
+
+    def finish_unstarted(self) -> None:
+        """Return, as they are, the samples of requests that were cut before these started."""
+        for submitted in [submitted for submitted in self.waiting if submitted.cut]:
+            self.waiting.remove(submitted)
+            for offset in range(submitted.started, submitted.request.samples):
+                self.finish(PartialResponse(submitted, offset, None), Status.PARTIAL)
 
 
 class InferenceEngine(ABC):
     """Generates with weights that may change between two tokens.
 
-    ``version`` of the weights is -1 before any have been loaded.
+    ``version`` of the weights is -1 before any have been loaded. ``end_tokens``: ids that end a response.
 
     recomputes_kv: new weights compute the keys and values of unfinished responses again, so that what follows is a
     function of their tokens and these weights. Otherwise responses keep what the old weights computed, at no cost.
@@ -116,6 +159,7 @@ class InferenceEngine(ABC):
 
     version = -1
     recomputes_kv = False
+    end_tokens: frozenset[int] = frozenset()
 
     def __init__(self) -> None:
         self._state = threading.Condition()  # guards _pauses and _stepping
@@ -134,9 +178,7 @@ class InferenceEngine(ABC):
     @abstractmethod
     def _load(self, weights: Iterable[tuple[str, Tensor]], *, adopt: bool) -> None:
         """Take weights by their Hugging Face names: all of them the first time, later those that have changed.
-
-        ``adopt``: the given tensors may be used as they are. Raises ValueError for weights that do not fit.
-        """
+        ``adopt``: the given tensors may be used as they are. Raises ValueError for weights that do not fit."""
 
     @property
     def weights_dtype(self) -> torch.dtype | None:
@@ -177,11 +219,9 @@ class InferenceEngine(ABC):
             self.resume()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int, adopt: bool) -> None:
-        """Take new weights between two tokens: later tokens, also of unfinished responses, come from ``version``.
-
-        Not within ``stepping``. ``adopt`` shares the given tensors where the engine can. Do not change them while a
-        session is open: it may compute with packed copies. Raises ValueError for weights that do not fit.
-        """
+        """Take new weights between two tokens: later tokens, also of unfinished responses, come from ``version``. Not
+        within ``stepping``. ``adopt`` shares the given tensors where the engine can. Do not change them while a session
+        is open: it may compute with packed copies. Raises ValueError for weights that do not fit."""
         with self.paused():
             self._load(weights, adopt=adopt)
             self.version = version
@@ -193,10 +233,8 @@ class InferenceEngine(ABC):
     @contextmanager
     def open(self, sampling: SamplingConfig, on_token: OnToken | None = None) -> Iterator[GenerationSession]:
         """Open a session, whose steps are computed within ``stepping``. Several may be open, and take turns.
-
         ``on_token(group, index, token, logprob)`` is called for every token as it is chosen, on the thread that steps.
-        What it raises ends the session; the engine stays usable.
-        """
+        What it raises ends the session; the engine stays usable."""
         with ExitStack() as stack:
             with self.paused():
                 session = stack.enter_context(self._start_session(sampling, on_token))
@@ -208,10 +246,8 @@ class InferenceEngine(ABC):
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Within this context, entered once the engine is not paused, an open session may compute a step.
-
-        One thread at a time is in it.
-        """
+        """Within this context, entered once the engine is not paused, an open session may compute a step. One thread at
+        a time is in it."""
         with self._state:
             self._state.wait_for(lambda: not self._pauses and not self._stepping)
             self._stepping = True
@@ -241,12 +277,10 @@ class InferenceEngine(ABC):
         (PARTIAL). on_token: see ``open``. Raises ValueError for a prompt that is empty, holds an unknown token, or can
         never fit, and RuntimeError if the engine stops before every response has come.
         """
-        missing: Counter[int] = Counter()  # unfinished samples of each group
-        for request in requests:
-            missing[request.group] += request.samples
+        missing = Counter(request.group for request in requests for _ in range(request.samples))  # unfinished samples
         answers: list[list[Any]] = [[None] * request.samples for request in requests]
         bounds = list(pairwise(accumulate(sizes or [len(requests)], initial=0)))
-        waiting = [sum(request.samples for request in requests[start:stop]) for start, stop in bounds]
+        waiting = [sum(map(len, answers[start:stop])) for start, stop in bounds]
 
         def record(answer: list[Any], group: int, chunk: int, offset: int, response: Response) -> None:
             answer[offset] = response
@@ -267,7 +301,7 @@ class InferenceEngine(ABC):
                     if progress is not None:
                         progress(session.finished, session.total, session.tokens_chosen)
                 if waiting[chunk]:
-                    total = sum(request.samples for request in requests)
+                    total = sum(map(len, answers))
                     raise RuntimeError(f"the engine returned {total - sum(waiting)} of {total} responses")
                 if chunk < len(bounds) - 1:
                     yield answers[start:stop]

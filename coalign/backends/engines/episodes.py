@@ -36,21 +36,17 @@ class EpisodesFailed(RuntimeError):
 
 
 class _EnginePolicy:
-    """Answers the turns of episodes by requests to a session.
-
-    ``longest``: the most tokens of a sample that later models can read.
-    """
+    """Answers the turns of episodes by requests to a session. ``longest``: the most tokens of a sample that later
+    models can read."""
 
     def __init__(
         self,
         session: GenerationSession,
         tokenizer: PreTrainedTokenizerBase,
         loop: EnvironmentLoop,
-        longest: int | None = None,
+        longest: int | None,
     ) -> None:
-        self.session = session
-        self.tokenizer = tokenizer
-        self.loop = loop
+        self.session, self.tokenizer, self.loop = session, tokenizer, loop
         self.experts: dict[tuple[int, int], Tensor | None] = {}  # (group, index) -> those of all turns so far
         self.tokens_prefilled = self.tokens_kept = 0  # prompt tokens, summed over all turns
         self.capacity = min((limit for limit in (session.max_tokens, longest) if limit is not None), default=None)
@@ -113,10 +109,6 @@ class EpisodeBatch:
     def done(self) -> bool:
         return self.running.done
 
-    def stop(self) -> None:
-        """End the remaining episodes; nobody computes their turns any more."""
-        self.running.stop()
-
     def result(self) -> tuple[Batch, Stats]:
         """Return the samples of episodes that are done, and their statistics. Raises EpisodesFailed if all failed."""
         calls, policy, engine = self.running.calls, self.policy, self.engine
@@ -149,15 +141,8 @@ class EpisodeRunner:
         self.seed = context.seed
         self.longest = context.sample_tokens
         self.reads_images = placeholders is not None
-        self.rendering = Rendering(
-            load_template(
-                tokenizer,
-                context.chat_template,
-                context.chat_template_kwargs,
-                context.reasoning,
-                placeholders=placeholders,
-            )
-        )
+        settings = (context.chat_template, context.chat_template_kwargs, context.reasoning)
+        self.rendering = Rendering(load_template(tokenizer, *settings, placeholders=placeholders))
         self.loop = EnvironmentLoop()
         self._shown: set[str] = set()  # reasons of failures whose traceback has been logged
 
@@ -188,11 +173,9 @@ class EpisodeRunner:
         progress: Progress | None = None,
         on_token: OnToken | None = None,
     ) -> tuple[Batch, Stats]:
-        """Play samples without a response to their end; see RolloutModule.generate_in_parts.
-
-        Raises EpisodesFailed, with the environment's own exception as cause, if every episode failed, and
-        EnvironmentBlocked if one holds up the others.
-        """
+        """Play samples without a response to their end; see RolloutModule.generate_in_parts. Raises EpisodesFailed,
+        with the environment's own exception as cause, if every episode failed, and EnvironmentBlocked if one holds up
+        the others."""
         with engine.open(sampling, on_token) as session:
             batch = self.begin(engine, session, samples, sampling, min_groups)
             try:
@@ -205,7 +188,7 @@ class EpisodeRunner:
                     if progress is not None:
                         progress(batch.running.finished, len(batch.episodes), session.tokens_chosen)
             finally:
-                batch.stop()
+                batch.running.stop()
         return batch.result()
 
     def _create_episodes(self, samples: Batch, sampling: SamplingConfig, policy: _EnginePolicy) -> list[Episode]:
@@ -238,10 +221,8 @@ class EpisodeRunner:
         if not failed:
             return
         first = failed[0]
-        message = (
-            f"the environment failed in {len(failed)} of {len(calls)} calls; first on group {first.group}: "
-            f"{first.reason}: {first.error}"
-        )
+        counts, cause = f"{len(failed)} of {len(calls)} calls", f"{first.reason}: {first.error}"
+        message = f"the environment failed in {counts}; first on group {first.group}: {cause}"
         if len(failed) == len(calls):
             raise EpisodesFailed(message) from first.error
         fresh = [call for call in failed if call.reason not in self._shown]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from coalign.backends import pretrained
 from coalign.backends.engines.contract import GenerationSession, InferenceEngine
+from coalign.backends.engines.native.kernels import choose_compute_dtype
 from coalign.backends.engines.request import Decoder
 from coalign.backends.engines.rollout_module import RolloutModule
 from coalign.backends.pretrained import build_model, building, choose_attention, find_auto_class, read_context_length
@@ -34,14 +35,11 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 
 
 class MetaModel:
-    """A causal LM on ``device`` in ``dtype``.
+    """A causal LM on ``device`` in ``dtype``. attention: the name of transformers' implementation; None: the one that
+    it chooses. images: the processor of a model that sees; None drops the towers. Raises what ``check`` raises,
+    ``refusal`` for a class that does not know the implementation, and ValueError without a causal LM for ``config``."""
 
-    attention: the name of transformers' implementation; None: the one that it chooses. images: the processor of a model
-    that sees; None drops the towers. Raises what ``check`` raises, ``refusal`` for a class that does not know the
-    implementation, and ValueError without a causal LM for ``config``.
-    """
-
-    @building
+    @building()
     def __init__(
         self,
         config: PreTrainedConfig,
@@ -100,10 +98,10 @@ class MetaModel:
         self.loads += 1
         unexpected = []
         for name, tensor in weights:
-            if name not in self._aliases:
+            if name in self._aliases:
+                self._take(name, tensor.detach(), adopt)
+            else:
                 unexpected.append(name)
-                continue
-            self._take(name, tensor.detach(), adopt)
         missing = sorted({names[0] for names in self._aliases.values() if self._get(names[0]).is_meta})
         if missing or unexpected:
             model = type(self.module).__name__
@@ -159,8 +157,7 @@ def _materialise_buffers(module: PreTrainedModel, device: torch.device) -> None:
     for name, child in module.named_modules():
         owner_of[name] = child if isinstance(child, PreTrainedModel) else owner_of[name.rpartition(".")[0]]
         for key in child._non_persistent_buffers_set:
-            buffer = child._buffers[key]
-            if buffer is not None:
+            if (buffer := child._buffers[key]) is not None:
                 fill = float("nan") if buffer.is_floating_point() else 0
                 child._buffers[key] = torch.full_like(buffer, fill, device=device)
                 rebuilt.append((f"{name}.{key}", child, key))
@@ -173,9 +170,8 @@ def _materialise_buffers(module: PreTrainedModel, device: torch.device) -> None:
             owner = owner.rpartition(".")[0]
             owner_of[owner]._init_weights(module.get_submodule(owner))
     if still := lost():
-        raise ValueError(
-            f"cannot rebuild the buffers {still} of {type(module).__name__}: its _init_weights does not set them"
-        )
+        name = type(module).__name__
+        raise ValueError(f"cannot rebuild the buffers {still} of {name}: its _init_weights does not set them")
 
 
 def _find_aliases(module: nn.Module) -> dict[str, list[str]]:
@@ -189,12 +185,9 @@ def _find_aliases(module: nn.Module) -> dict[str, list[str]]:
 
 
 class MetaModelEngine(InferenceEngine):
-    """Generates with ``model``, in this process.
-
-    seed: that of sampling. end_tokens: ids that end a response. decoder: see coalign.backends.engines.request.
-    forbidden: ids that the model must not say. reserve: called with the bytes that the KV cache is about to have; may
-    raise.
-    """
+    """Generates with ``model``, in this process. seed: that of sampling. end_tokens: ids that end a response. decoder:
+    see coalign.backends.engines.request. forbidden: ids that the model must not say. reserve: called with the bytes
+    that the KV cache is about to have; may raise."""
 
     def __init__(
         self,
@@ -210,19 +203,15 @@ class MetaModelEngine(InferenceEngine):
         self.model = model
         if forbidden:
             model.forbidden = torch.tensor(forbidden, device=model.device)
-        self.seed = seed
-        self.end_tokens = frozenset(end_tokens)
-        self.decoder = decoder
+        self.seed, self.end_tokens, self.decoder = seed, frozenset(end_tokens), decoder
         self._reserve = reserve
         self._reserved: dict[GenerationSession, int] = {}
 
     def reserve(self, session: GenerationSession, size: int) -> None:
         """Announce the bytes that the KV cache of a session is about to have; 0 for one that ends."""
-        reserved = {key: held for key, held in self._reserved.items() if key is not session}
-        if size:
-            reserved[session] = size
+        reserved = self._reserved | {session: size}
         self._reserve(sum(reserved.values()))
-        self._reserved = reserved
+        self._reserved = {key: held for key, held in reserved.items() if held}
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -250,6 +239,17 @@ class MetaModelModule(RolloutModule):
         """Build the model without weights. ``images``: how a model that sees reads them. ValueError or
         NotImplementedError if the engine cannot run it."""
         raise NotImplementedError
+
+    @classmethod
+    def choose_dtype(cls, config: ModelConfig, device: str) -> torch.dtype:
+        return choose_compute_dtype(getattr(torch, config.compute_dtype or config.dtype), torch.device(device))
+
+    @classmethod
+    def find_model_settings(cls, config: ModelConfig, device: str, images: ImagesConfig | None) -> dict[str, Any]:
+        """The arguments of MetaModel but for the architecture."""
+        settings = {"dtype": cls.choose_dtype(config, device), "device": device}
+        processor = pretrained.read_processor(config, images)
+        return settings | {"trust_remote_code": config.trust_remote_code, "images": processor}
 
     @classmethod
     def check_architecture(cls, config: ModelConfig, name: str) -> None:

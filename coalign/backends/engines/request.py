@@ -25,11 +25,9 @@ _INCOMPLETE = "\ufffd"  # what a tokenizer prints for a character of which some 
 
 
 class StopFinder:
-    """Watches one response as it grows.
-
-    ``decode`` turns token ids into text. Each step decodes only the last few tokens and takes what the newest ones add
-    to the text before them: a decoder may treat the first token of a text differently.
-    """
+    """Watches one response as it grows. ``decode`` turns token ids into text. Each step decodes only the last few
+    tokens and takes what the newest ones add to the text before them: a decoder may treat the first token of a text
+    differently."""
 
     def __init__(self, stops: Sequence[str], decode: Callable[[list[int]], str]) -> None:
         self.stops = stops
@@ -88,10 +86,8 @@ class Request:
 
     @property
     def decoded(self) -> int:
-        """Tokens at the prompt's end that a decoding step computed, or would have.
-
-        They are computed one by one again, so that the bits do not depend on whether keys and values were kept.
-        """
+        """Tokens at the prompt's end that a decoding step computed, or would have. They are computed one by one again,
+        so that the bits do not depend on whether keys and values were kept."""
         return self.generated if self.first_turn is None else len(self.prompt) - self.first_turn
 
 
@@ -116,11 +112,9 @@ class SubmittedRequest:
     def plan(
         cls, request: Request, sampling: SamplingConfig, on_done: OnDone, *, vocabulary: int, context: int | None
     ) -> Self:
-        """Accept a request: decide after how many tokens its samples end, and with which status.
-
-        ``context``: tokens of the longest sequence. Raises ValueError for a prompt that is empty, holds an unknown
-        token, or leaves no token to generate.
-        """
+        """Accept a request: decide after how many tokens its samples end, and with which status. ``context``: tokens of
+        the longest sequence. Raises ValueError for a prompt that is empty, holds an unknown token, or leaves no token
+        to generate."""
         length, name = len(request.prompt), f"the prompt of group {request.group}{request.origin}"
         if not length:
             raise ValueError(f"{name} has no tokens")
@@ -195,6 +189,11 @@ class PartialResponse:
     versions: list[int] = field(default_factory=list)
     experts: Tensor | None = None  # see Response
 
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and response."""
+        return len(self.submitted.request.prompt) + len(self.tokens)
+
     def add(self, token: int, logprob: float, version: int, end_tokens: frozenset[int]) -> Status | None:
         """Record the next token; return the status if the response ends with it."""
         self.tokens.append(token)
@@ -233,15 +232,9 @@ class PartialResponse:
 
     def _finish(self, offset: int, response: Response) -> None:
         """Hand over these tokens and those of the successor, whose experts cover both."""
-        earlier = self.response(response.status)
-        complete = Response(
-            torch.cat([earlier.tokens, response.tokens]),
-            torch.cat([earlier.logprobs, response.logprobs]),
-            torch.cat([earlier.versions, response.versions]),
-            response.status,
-            response.experts,
-        )
-        self.submitted.on_done(self.offset, complete)
+        earlier, names = self.response(response.status), ("tokens", "logprobs", "versions")
+        joined = {name: torch.cat([getattr(earlier, name), getattr(response, name)]) for name in names}
+        self.submitted.on_done(self.offset, replace(response, **joined))
 
 
 PROMPT_COLUMNS = {"loss_mask": False, "rollout_logprobs": 0.0, "versions": -1}  # for tokens that no policy chose
@@ -250,21 +243,17 @@ PROMPT_COLUMNS = {"loss_mask": False, "rollout_logprobs": 0.0, "versions": -1}  
 def begin_generation(
     prompts: Batch, sampling: SamplingConfig, usual: int, *, samples: int | None = None, **overrides: Any
 ) -> tuple[Batch, SamplingConfig]:
-    """Read the arguments of RolloutModule.generate: return the samples to compute, and how they are sampled.
-
-    usual: samples of a prompt unless ``samples`` says how many. overrides: fields that replace those of ``sampling``.
-    Raises pydantic.ValidationError for a bad one.
-    """
+    """Read the arguments of RolloutModule.generate: return the samples to compute, and how they are sampled. usual:
+    samples of a prompt unless ``samples`` says how many. overrides: fields that replace those of ``sampling``. Raises
+    pydantic.ValidationError for a bad one."""
     unfinished = prompts if "index" in prompts else begin_samples(prompts, usual if samples is None else samples)
     return unfinished, SamplingConfig(**{**sampling.model_dump(), **overrides})
 
 
 def begin_samples(prompts: Batch, samples: int) -> Batch:
-    """Repeat each prompt as ``samples`` samples without a response, ordered by prompt, then index.
-
-    prompts: columns ``tokens`` and ``group``, and any sequence columns, which are repeated. A column ``samples`` holds
-    a number for each prompt and replaces the argument.
-    """
+    """Repeat each prompt as ``samples`` samples without a response, ordered by prompt, then index. prompts: columns
+    ``tokens`` and ``group``, and any sequence columns, which are repeated. A column ``samples`` holds a number for each
+    prompt and replaces the argument."""
     counts = prompts["samples"].long() if "samples" in prompts else torch.full((len(prompts),), samples)
     repeated = prompts.without("samples").select(torch.arange(len(prompts)).repeat_interleave(counts))
     size = (repeated.tokens_total,)
@@ -282,9 +271,7 @@ def plan_requests(
     samples: Batch, max_new_tokens: int, pause: int | None, longest: int | None
 ) -> tuple[list[int], list[Request]]:
     """Return the unfinished rows and the requests that finish them; samples without a response share their prompt.
-
-    ``longest``: the most tokens of a sample that later models can read. Raises ValueError for a longer prompt.
-    """
+    ``longest``: the most tokens of a sample that later models can read. Raises ValueError for a longer prompt."""
     tokens, offsets = samples["tokens"].tolist(), samples.offsets.tolist()
     prompt_lengths, groups, indices = (samples[name].tolist() for name in ("prompt_length", "group", "index"))
     fields = samples.get("rows") or [{}] * len(samples)
@@ -293,12 +280,12 @@ def plan_requests(
     limits = [max_new_tokens] * len(samples) if caps is None else caps.clamp(max=max_new_tokens).tolist()
     if longest is not None:
         limits = [min(limit, longest - length) for limit, length in zip(limits, prompt_lengths, strict=True)]
-        if longest <= max(prompt_lengths, default=0):
-            row = prompt_lengths.index(max(prompt_lengths))
+        if longest <= (most := max(prompt_lengths, default=0)):
+            row = prompt_lengths.index(most)
+            name = f"the prompt of group {groups[row]}{origins[row]}"
             raise ValueError(
-                f"a prompt has {prompt_lengths[row]} tokens, and a model that reads samples takes {longest} at once "
-                "(max_tokens_per_micro): raise that, or bound prompts (data.max_prompt_tokens); it is that of group "
-                f"{groups[row]}{origins[row]}"
+                f"{name} has {most} tokens, and a model that reads samples takes {longest} at once "
+                "(max_tokens_per_micro): raise that, or bound prompts (data.max_prompt_tokens)"
             )
     images = samples.get("images") or [()] * len(samples)
     rows = (samples["status"] == Status.PARTIAL).nonzero().flatten().tolist()
@@ -309,11 +296,8 @@ def plan_requests(
         more = {"origin": origins[row], "images": images[row]}
         request = Request(prompt, groups[row], 1, indices[row], generated, limits[row] - generated, pause, **more)
         last = requests[-1] if requests and not generated else None
-        if (
-            last is not None
-            and last.first + last.samples == request.first
-            and replace(last, samples=1) == replace(request, first=last.first)
-        ):
+        follows = last is not None and last.first + last.samples == request.first
+        if last is not None and follows and replace(last, samples=1) == replace(request, first=last.first):
             requests[-1] = replace(last, samples=last.samples + 1)
         else:
             requests.append(request)

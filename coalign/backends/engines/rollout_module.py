@@ -20,7 +20,6 @@ from coalign.backends.pretrained import get_directory
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.data.examples import RowLimit
-from coalign.data.images.processor import ImageProcessor
 from coalign.memory import move_module
 from coalign.types import Response, Stats
 from coalign.weights.sync.transport import guard_installation
@@ -30,18 +29,13 @@ if TYPE_CHECKING:
 
 
 class RolloutModule(Module):
-    """Generates with an engine, which it builds without weights.
-
-    The weights come from ``load_weights``. If nobody has sent any when the first tokens are wanted, they come from
-    ``config.load`` and ``config.init`` (as version 0).
-    """
+    """Generates with an engine, which it builds without weights. The weights come from ``load_weights``. If nobody has
+    sent any when the first tokens are wanted, they come from ``config.load`` and ``config.init`` (as version 0)."""
 
     needs = {
-        "generate": ("weights", "kv"),
-        "roll": ("weights", "kv"),
+        **dict.fromkeys(("generate", "roll"), ("weights", "kv")),
         "load_weights": ("weights",),
-        "pause": (),
-        "resume": (),
+        **dict.fromkeys(("pause", "resume"), ()),
     }
     compares_itself: ClassVar[bool] = False  # with the model's own forward, whenever it gets its first weights
     engine: InferenceEngine
@@ -128,9 +122,8 @@ class RolloutModule(Module):
             options = {"min_groups": min_groups, "progress": progress, "on_token": on_token}
             return iter([self.runner.run(self.engine, unfinished, sampling, **options)])
         chunks = unfinished.split(parts, keep="group", by="sequences")
-        planned = [
-            plan_requests(chunk, sampling.max_new_tokens, round_tokens, self.context.sample_tokens) for chunk in chunks
-        ]
+        limits = sampling.max_new_tokens, round_tokens, self.context.sample_tokens
+        planned = [plan_requests(chunk, *limits) for chunk in chunks]
         requests = [request for _, chunk_requests in planned for request in chunk_requests]
         sizes = [len(chunk_requests) for _, chunk_requests in planned]
 
@@ -179,27 +172,20 @@ class RolloutModule(Module):
         """Raise ValueError where the engine computes another model than ``source``, whose weights it has."""
         if self.compares_itself:
             return
-        processor = self.read_processor()
+        processor = pretrained.read_processor(self.config, self.context.images)
         samples = sample_probe(self, None, begin_probe(source.config, processor))
         if samples is not None:
-            forbidden = self.list_forbidden(source.config)
-            temperature = self.config.sampling.temperature or 1.0
-            expected = compute_logprobs(source, processor, samples, temperature, forbidden)
+            settings = self.config.sampling.temperature or 1.0, self.list_forbidden(source.config)
+            expected = compute_logprobs(source, processor, samples, *settings)
             check_difference(self.context.model, [self.config], samples, expected)
-
-    def read_processor(self) -> ImageProcessor | None:
-        """Load the processor of a model that sees."""
-        return pretrained.read_processor(self.config, self.context.images)
 
     @property
     def weights_dtype(self) -> torch.dtype | None:
         return self.engine.weights_dtype
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int, adopt: bool = False) -> None:
-        """Take weights by Hugging Face names: the first time all, later those that have changed.
-
-        Later tokens carry ``version``. If the weights do not arrive whole, ``generate`` fails until others do.
-        """
+        """Take weights by Hugging Face names: the first time all, later those that have changed. Later tokens carry
+        ``version``. If the weights do not arrive whole, ``generate`` fails until others do."""
         with guard_installation(self, version):
             self.engine.load_weights(weights, version=version, adopt=adopt)
 

@@ -22,8 +22,6 @@ from coalign.data.images.processor import ImageProcessor
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-
-if TYPE_CHECKING:
     from coalign.backends.engines.rollout_module import RolloutModule
     from coalign.cluster.future import Store
 
@@ -34,10 +32,8 @@ LIMITS = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.1}
 
 
 def begin_probe(config: PreTrainedConfig, processor: ImageProcessor | None) -> Batch:
-    """Return samples without a response, of a prompt of plain tokens, or with two pictures for a model that sees.
-
-    Each is a group of its own, so that the ranks of a trainer can share them.
-    """
+    """Return samples without a response, of a prompt of plain tokens, or with two pictures for a model that sees. Each
+    is a group of its own, so that the ranks of a trainer can share them."""
     plain = list_plain_tokens(config, config.get_text_config().vocab_size, PLAIN)
     sequence: dict[str, Any] = {"group": torch.arange(SAMPLES)}
     tokens = plain
@@ -91,10 +87,9 @@ def check_difference(name: str, configs: Sequence[ModelConfig], samples: Batch, 
     difference = (samples["rollout_logprobs"] - expected)[samples["loss_mask"]].abs().mean().item()
     if not difference <= limit:
         load = configs[0].load
+        why = f"computes {load} otherwise than transformers does: log-probs"
         if "images" in samples.sequence:
             why = f"reads images otherwise than {load} does: behind two pictures, log-probs"
-        else:
-            why = f"computes {load} otherwise than transformers does: log-probs"
         raise ValueError(
             f"models.{name}.module is `{configs[0].module}`, which {why} differ by {difference:.2g} on average; use "
             "`native` or `transformers`"

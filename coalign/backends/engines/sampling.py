@@ -75,10 +75,8 @@ def may_wait(sampling: SamplingConfig) -> bool:
 def read_choices(
     tokens: Tensor, logprobs: Tensor, groups: Sequence[int], version: int
 ) -> tuple[list[int], list[float]]:
-    """Read the tokens i64[B] and log-probs f32[B] of a step from the device, and wait for it once.
-
-    Raises FloatingPointError, with the ``groups`` of the rows, if any of the log-probs is not finite.
-    """
+    """Read the tokens i64[B] and log-probs f32[B] of a step from the device, and wait for it once. Raises
+    FloatingPointError, with the ``groups`` of the rows, if any of the log-probs is not finite."""
     both = torch.stack([tokens.double(), logprobs.double()])  # which holds every token and every float32
     numbers, values = both.tolist()
     if bad := sorted({groups[row] for row, value in enumerate(values) if not math.isfinite(value)}):
@@ -92,10 +90,8 @@ def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
 
 
 def truncate(probs: Tensor, sampling: SamplingConfig) -> Tensor:
-    """Set probabilities [B, V] outside top-k, then top-p, then min-p to zero, without renormalising.
-
-    Every rule keeps the tokens whose probability reaches a threshold: equally likely tokens stay or go together.
-    """
+    """Set probabilities [B, V] outside top-k, then top-p, then min-p to zero, without renormalising. Every rule keeps
+    the tokens whose probability reaches a threshold: equally likely tokens stay or go together."""
     if not truncates(sampling):
         return probs
     vocabulary = probs.shape[-1]
@@ -123,10 +119,8 @@ def _nucleus_threshold(probs: Tensor, top_p: float, top_k: int) -> Tensor:
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Sample from unnormalised ``weights`` [B, V] by inverse CDF at ``uniform`` f64[B]. Returns i64[B].
-
-    Sums of chunks choose a chunk, then a running sum inside it chooses the token: only the sums read all of V.
-    """
+    """Sample from unnormalised ``weights`` [B, V] by inverse CDF at ``uniform`` f64[B]. Returns i64[B]. Sums of chunks
+    choose a chunk, then a running sum inside it chooses the token: only the sums read all of V."""
     if excess := weights.shape[-1] % _CHUNK:
         weights = F.pad(weights, (0, _CHUNK - excess))
     chunks = weights.view(len(weights), -1, _CHUNK)
@@ -138,10 +132,8 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _locate(bounds: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Find each row's first running sum above ``target``, and the rest of the target inside that entry.
-
-    Rounding may put the target at or past the end; the last entry that added anything is then taken.
-    """
+    """Find each row's first running sum above ``target``, and the rest of the target inside that entry. Rounding may
+    put the target at or past the end; the last entry that added anything is then taken."""
     last = (bounds < bounds[:, -1:]).sum(-1)
     index = torch.minimum((bounds <= target[:, None]).sum(-1), last)
     preceding = bounds.gather(1, (index - 1).clamp(min=0)[:, None])[:, 0] * (index > 0)

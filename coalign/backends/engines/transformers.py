@@ -1,10 +1,8 @@
 """The engine on transformers' own cache and its policy module: any causal LM, exact rather than fast.
 
-Requests wait, are computed in batches of rows, and leave as they finish. A token depends on the weights and on (seed,
-group, index, position). The batch matters only as far as torch's kernels round differently in another one.
-
-A model keeps the state of earlier tokens in a cache of its own class: keys and values, states of convolutions,
-recurrent states. Here a cache is only a tree of tensors, whose first dimension is the row. So rows are selected,
+A token depends on the weights and on (seed, group, index, position). The batch matters only as far as torch's kernels
+round differently in another one. Whatever a model's cache holds of earlier tokens (keys and values, states of
+convolutions, recurrent states), here it is a tree of tensors whose first dimension is the row. So rows are selected,
 repeated and joined in the same way for every architecture.
 """
 
@@ -13,7 +11,6 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,9 +23,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from coalign.backends import pretrained
-from coalign.backends.engines.contract import GenerationSession, OnToken
+from coalign.backends.attention import refuse_failure
+from coalign.backends.engines.contract import OnToken, QueuedSession
 from coalign.backends.engines.meta_model import TOLERANCE, MetaModel, MetaModelEngine, MetaModelModule, compare_logits
-from coalign.backends.engines.native.kernels import choose_compute_dtype
 from coalign.backends.engines.request import OnDone, PartialResponse, Request, SubmittedRequest
 from coalign.backends.engines.sampling import read_choices, sample, uniforms
 from coalign.backends.pretrained import MIXERS, describe_encoder
@@ -48,11 +45,9 @@ BATCHINGS = ("padded", "equal", "whole")  # from the fastest to the one that ask
 
 @dataclass(slots=True, eq=False)
 class _CachedRows:
-    """Rows of tokens that a model has computed, padded on the left to one ``length``.
-
-    padding: i64[B], leading entries of each row that hold no token. state: the model's cache. shift: i64[B], the row's
-    number of tokens minus its next position: M-RoPE gives an image fewer positions than tokens.
-    """
+    """Rows of tokens that a model has computed, padded on the left to one ``length``. padding: i64[B], leading entries
+    of each row that hold no token. state: the model's cache. shift: i64[B], the row's number of tokens minus its next
+    position: M-RoPE gives an image fewer positions than tokens."""
 
     padding: Tensor
     shift: Tensor
@@ -137,11 +132,9 @@ class TransformersModel(MetaModel):
         trust_remote_code: bool = False,
         images: ImageProcessor | None = None,
     ) -> None:
-        model_type = f"the model type `{config.model_type}`"
-        refusal = ValueError(REFUSAL.format(model_type, "transformers cannot build it"))
-        super().__init__(
-            config, refusal, dtype=dtype, device=device, trust_remote_code=trust_remote_code, images=images
-        )
+        refusal = ValueError(REFUSAL.format(f"the model type `{config.model_type}`", "transformers cannot build it"))
+        more = {"trust_remote_code": trust_remote_code, "images": images}
+        super().__init__(config, refusal, dtype=dtype, device=device, **more)
         parameters = inspect.signature(self.module.forward).parameters
         takes = lambda name: name in parameters  # noqa: E731
         self.takes_positions, self.takes_mask = takes("position_ids"), takes("attention_mask")
@@ -170,9 +163,8 @@ class TransformersModel(MetaModel):
         """Compute prompts, of one length unless rows are padded; ``images`` stand in them. Returns the logits f[B, V]
         after them."""
         longest = max(map(len, prompts))
-        padding = [longest - len(prompt) for prompt in prompts]
-        tokens = self._as_tensor([[0] * n + list(prompt) for n, prompt in zip(padding, prompts, strict=True)])
-        absent = torch.tensor(padding, device=self.device)
+        tokens = self._as_tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+        absent = torch.tensor([longest - len(prompt) for prompt in prompts], device=self.device)
         rows = _CachedRows(absent, torch.zeros_like(absent))
         if self.images is None or images is None or not any(images):
             return self.extend(rows, tokens), rows
@@ -236,10 +228,8 @@ class TransformersModel(MetaModel):
 
     @torch.inference_mode()
     def probe(self) -> None:
-        """Compare logits computed with the cache, among other rows, with those of plain forwards.
-
-        Where they differ, take the next stricter batching. Raises ValueError if none is left, or if one was asked for.
-        """
+        """Compare logits computed with the cache, among other rows, with those of plain forwards. Where they differ,
+        take the next stricter batching. Raises ValueError if none is left, or if one was asked for."""
         name, tolerance = type(self.module).__name__, TOLERANCE[self.dtype]
         declared, reason = self.batching, ""
         for batching in [declared] if self.forced else BATCHINGS[BATCHINGS.index(declared) :]:
@@ -264,18 +254,13 @@ class TransformersModel(MetaModel):
             return
         name = type(self.module).__name__
         prompt, spans = self.images.make_probe()
-        try:
+        with refuse_failure(lambda why: ValueError(REFUSAL.format(name, f"with images: {why}"))):
             after, rows = self.prefill([prompt, prompt[:2]], [spans, []])
             rows = rows.select([0])
             later = self.images.plain[5:7]
             logits = [after[:1], *(self.extend(rows, self._as_tensor([[token]])) for token in later)]
             inputs = self.images.list_plain_inputs(torch.tensor([*prompt, *later], device=self.device), spans)
             expected = self.module(**inputs).logits[0, len(prompt) - 1 :]
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as problem:
-            why = f"{type(problem).__name__}: {shorten(str(problem), 200)}"
-            raise ValueError(REFUSAL.format(name, f"with images: {why}")) from problem
         if (error := compare_logits(torch.cat(logits), expected)) > TOLERANCE[self.dtype]:
             raise ValueError(REFUSAL.format(name, f"with images its logits differ by {error:.1e} of their spread"))
 
@@ -330,10 +315,6 @@ class _SampleRow(PartialResponse):
     key: int = 0
 
     @property
-    def length(self) -> int:
-        return len(self.submitted.request.prompt) + len(self.tokens)
-
-    @property
     def text(self) -> list[int]:
         return [*self.submitted.request.prompt, *self.tokens]
 
@@ -346,32 +327,22 @@ class _RowBatch:
     rows: _CachedRows
 
 
-class _TransformersSession(GenerationSession):
-    """Schedules requests on batches of rows: one batch if rows can be padded, otherwise one for each length.
+class _TransformersSession(QueuedSession[SubmittedRequest]):
+    """Schedules requests on batches of rows: one batch if rows can be padded, otherwise one for each length. Samples of
+    a prompt share its prefill. Where rows can be padded, a conversation keeps its row between two turns, as long as no
+    other sample needs the slot and the weights stay; otherwise every turn is computed from its beginning."""
 
-    Samples of a prompt share its prefill. Where rows can be padded, a conversation keeps its row between two turns, as
-    long as no other sample needs the slot and the weights stay; otherwise every turn is computed from its beginning.
-    """
+    engine: _TransformersEngine
 
     def __init__(self, engine: _TransformersEngine, sampling: SamplingConfig, on_token: OnToken | None = None) -> None:
-        super().__init__(engine.model.context)
-        self.engine = engine
+        super().__init__(engine, sampling, on_token, engine.model.context)
         self.model = engine.model
-        self.sampling = sampling
-        self.on_token = on_token
-        self.arrived: deque[SubmittedRequest] = deque()
-        self.waiting: deque[SubmittedRequest] = deque()
-        self.ended: deque[tuple[int, int]] = deque()  # conversations that have had their last turn
         self.batches: list[_RowBatch] = []
         self.kept: dict[tuple[int, int], tuple[list[int], _CachedRows]] = {}  # sample -> its tokens and its row
 
     @property
     def unfinished(self) -> bool:
         return bool(self.arrived or self.waiting or self.batches)
-
-    @property
-    def unstarted(self) -> int:
-        return sum(pending.waiting for pending in [*self.arrived, *self.waiting])
 
     @property
     def active(self) -> list[_SampleRow]:
@@ -386,15 +357,9 @@ class _TransformersSession(GenerationSession):
     def cut_all(self) -> None:
         self.cut(*self.arrived, *self.waiting, *(answer.submitted for answer in self.active))
 
-    def forget(self, group: int, index: int) -> None:
-        self.ended.append((group, index))
-
     def take_active(self) -> Sequence[_SampleRow]:
         active, self.batches = self.active, []
         return active
-
-    def requeue(self, requests: Sequence[SubmittedRequest]) -> None:
-        self.waiting.extendleft(requests[::-1])
 
     def drop_kept(self) -> None:
         self.kept.clear()
@@ -415,16 +380,13 @@ class _TransformersSession(GenerationSession):
         self.engine.reserve(self, sum(rows.count_bytes() for rows in cached))
 
     def _finish_cut(self) -> None:
-        for pending in [pending for pending in self.waiting if pending.cut]:
-            self.waiting.remove(pending)
-            for offset in range(pending.started, pending.request.samples):
-                self._finish(_SampleRow(pending, offset, None), Status.PARTIAL)
+        self.finish_unstarted()
         batches, self.batches = self.batches, []
         for batch in batches:
             self._put(batch, [row for row, answer in enumerate(batch.samples) if not answer.submitted.cut])
             for answer in batch.samples:
                 if answer.submitted.cut:
-                    self._finish(answer, Status.PARTIAL)
+                    self.finish(answer, Status.PARTIAL)
 
     def _admit(self) -> None:
         """Start waiting samples, in order, as many as there are free rows."""
@@ -465,61 +427,43 @@ class _TransformersSession(GenerationSession):
         for pending, count in fresh:
             length = 0 if self.model.batching == "padded" else len(pending.request.prompt)
             by_length.setdefault(length, []).append((pending, count))
+            self.count_prompt(pending, prefilled=len(pending.request.prompt), kept=0)
         for group in by_length.values():
             prompts = [pending.request.prompt for pending, _ in group]
-            for pending, _ in group:
-                self.count_prompt(pending, prefilled=len(pending.request.prompt), kept=0)
             logits, rows = self.model.prefill(prompts, [pending.request.images for pending, _ in group])
             repeated = [row for row, (_, count) in enumerate(group) for _ in range(count)]
             samples = [answer for pending, count in group for answer in self._start(pending, count)]
             self._choose(_RowBatch(samples, rows.select(repeated)), logits[repeated])
 
     def _start(self, pending: SubmittedRequest, count: int) -> list[_SampleRow]:
-        first = pending.started
+        first, engine = pending.started, self.engine
         pending.started += count
-        return [
-            _SampleRow(
-                pending,
-                offset,
-                pending.find_stops(self.sampling, self.engine.decoder),
-                key=pending.find_key(self.engine.seed, offset),
-            )
-            for offset in range(first, first + count)
-        ]
+        stops = [pending.find_stops(self.sampling, engine.decoder) for _ in range(count)]
+        numbered = enumerate(stops, first)
+        return [_SampleRow(pending, i, stop, key=pending.find_key(engine.seed, i)) for i, stop in numbered]
 
     def _choose(self, batch: _RowBatch, logits: Tensor) -> None:
         """Draw and record the next token of every sample; put those that go on into the session's batches."""
-        samples, engine, logits = batch.samples, self.engine, self.model.forbid(logits)
+        samples, logits = batch.samples, self.model.forbid(logits)
         pairs = [[answer.key, answer.length] for answer in samples]
         keys, positions = torch.tensor(pairs, device=logits.device).unbind(1)
-        tokens, logprobs = sample(logits, uniforms(keys, positions), self.sampling, self._note_seen(samples, logits))
+        seen = None
+        if self.sampling.repetition_penalty != 1:  # bool[B, V]
+            seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+            for row, answer in enumerate(samples):
+                seen[row, answer.text] = True
+        tokens, logprobs = sample(logits, uniforms(keys, positions), self.sampling, seen)
         groups = [answer.submitted.request.group for answer in samples]
-        choices = read_choices(tokens, logprobs, groups, engine.version)
-        self.tokens_chosen += len(samples)
-        ended: list[tuple[int, Status]] = []
+        choices = read_choices(tokens, logprobs, groups, self.engine.version)
+        ended: dict[int, Status] = {}
         for row, (token, logprob) in enumerate(zip(*choices, strict=True)):
-            answer = samples[row]
-            status = answer.add(token, logprob, engine.version, engine.end_tokens)
-            if self.on_token is not None:
-                request = answer.submitted.request
-                self.on_token(request.group, request.first + answer.offset, token, logprob)
-            if status is not None:
-                ended.append((row, status))
-        for row, _ in ended:
+            if (status := self.record(samples[row], token, logprob)) is not None:
+                ended[row] = status
+        for row in ended:
             self._keep(batch, row)
-        gone = {row for row, _ in ended}
-        self._put(batch, [row for row in range(len(samples)) if row not in gone])
-        for row, status in ended:
-            self._finish(samples[row], status)
-
-    def _note_seen(self, samples: Sequence[_SampleRow], logits: Tensor) -> Tensor | None:
-        """Mark the tokens that the repetition penalty applies to; None without one. bool[B, V]"""
-        if self.sampling.repetition_penalty == 1:
-            return None
-        seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-        for row, answer in enumerate(samples):
-            seen[row, answer.text] = True
-        return seen
+        self._put(batch, [row for row in range(len(samples)) if row not in ended])
+        for row, status in ended.items():
+            self.finish(samples[row], status)
 
     def _keep(self, batch: _RowBatch, row: int) -> None:
         """Keep the row of a conversation for its next turn, if all of it was computed by the current weights."""
@@ -540,10 +484,6 @@ class _TransformersSession(GenerationSession):
                 target.samples, target.rows = target.samples + batch.samples, target.rows.join(batch.rows)
                 return
         self.batches.append(batch)
-
-    def _finish(self, answer: _SampleRow, status: Status) -> None:
-        self.finished += 1
-        answer.submitted.on_done(answer.offset, answer.response(status))
 
 
 class _TransformersEngine(MetaModelEngine):
@@ -577,14 +517,8 @@ class TransformersModule(MetaModelModule):
     def build_model(
         cls, architecture: PreTrainedConfig, config: ModelConfig, device: str, images: ImagesConfig | None = None
     ) -> TransformersModel:
-        return TransformersModel(
-            architecture,
-            dtype=choose_compute_dtype(getattr(torch, config.compute_dtype or config.dtype), torch.device(device)),
-            device=device,
-            batching=config.transformers.batching,
-            trust_remote_code=config.trust_remote_code,
-            images=pretrained.read_processor(config, images),
-        )
+        settings = cls.find_model_settings(config, device, images)
+        return TransformersModel(architecture, batching=config.transformers.batching, **settings)
 
     @classmethod
     def notes(cls, config: ModelConfig) -> Sequence[str]:

@@ -9,14 +9,15 @@ from coalign.backends.routers import Routers
 from coalign.backends.vision import find_owner
 from coalign.config.schema import ModelConfig
 
+CUTS = ("tensor_parallel", "context_parallel", "expert_parallel")
+ROUTER_LOSSES = ("router_aux_loss_coef", "router_z_loss_coef")
+
 
 def is_known(config: ModelConfig) -> bool:
     """Whether a model computes packed rows as configured, as its config.json alone says: nothing cuts or adapts it."""
-    keys = ("tensor_parallel", "context_parallel", "expert_parallel")
-    is_uncut = all(getattr(config, key) == 1 for key in keys) and not has_adapters(config)
-    needs_routers = config.router_aux_loss_coef or config.router_z_loss_coef
-    is_packed = config.rows in ("auto", "packed")
-    return is_packed and is_uncut and not needs_routers and find_known_model(config) is not None
+    is_plain = all(getattr(config, key) == 1 for key in CUTS) and not any(getattr(config, key) for key in ROUTER_LOSSES)
+    is_packed = config.rows in ("auto", "packed") and not has_adapters(config)
+    return is_packed and is_plain and find_known_model(config) is not None
 
 
 def check_rows(rows: str, config: ModelConfig, name: str) -> None:
@@ -25,14 +26,15 @@ def check_rows(rows: str, config: ModelConfig, name: str) -> None:
     if rows == "packed":
         return
     why = f"and models.{name} computes `rows: {rows}`"
-    keys = ("tensor_parallel", "context_parallel", "expert_parallel")
-    if key := next((key for key in keys if getattr(config, key) > 1), None):
+    if key := next((key for key in CUTS if getattr(config, key) > 1), None):
         raise ValueError(f"models.{name}.{key} is {getattr(config, key)}, {why}: it needs packed rows")
-    if rows == "single" and (config.processes > 1 or config.reduction == "exact") and not config.frozen:
-        several = f"has {config.processes} processes" if config.processes > 1 else "adds up exactly (`reduction`)"
-        raise ValueError(f"models.{name} {several}, {why}: it needs packed or padded rows")
-    if rows == "single" and (config.router_aux_loss_coef or config.router_z_loss_coef):
-        raise ValueError(f"models.{name} has losses of routers, {why}: they need packed or padded rows")
+    for is_refused, what in (
+        (config.processes > 1 and not config.frozen, f"has {config.processes} processes"),
+        (config.reduction == "exact" and not config.frozen, "adds up exactly (`reduction`)"),
+        (any(getattr(config, key) for key in ROUTER_LOSSES), "has losses of routers"),
+    ):
+        if rows == "single" and is_refused:
+            raise ValueError(f"models.{name} {what}, {why}: use packed or padded rows")
 
 
 def check_vision(model: PackedModel, config: ModelConfig, name: str) -> None:
@@ -48,8 +50,7 @@ def check_vision(model: PackedModel, config: ModelConfig, name: str) -> None:
 
 def check_routers(routers: Routers, config: ModelConfig, name: str) -> None:
     """Raises ValueError for keys about routers that a model cannot follow."""
-    keys = ("router_aux_loss_coef", "router_z_loss_coef")
-    wanted = None if config.frozen else next((key for key in keys if getattr(config, key)), None)
+    wanted = None if config.frozen else next((key for key in ROUTER_LOSSES if getattr(config, key)), None)
     if wanted and (reason := find_hidden_routers(routers, config)):
         raise ValueError(f"models.{name}.{wanted} is {getattr(config, wanted)}: {reason}")
 

@@ -40,10 +40,8 @@ class TreeSum:
 
 class LeafReduction:
     """The sum of the leaves' gradients for all modules that FSDP shards; it takes the place of FSDP's reduce-scatter.
-
     ``is_last`` says that the gradients under way are those of this rank's last leaf. Only then is there a result;
-    before, FSDP adds zeros to the gradient.
-    """
+    before, FSDP adds zeros to the gradient."""
 
     def __init__(self, model: nn.Module) -> None:
         from torch.distributed.fsdp import FSDPModule as ShardedModule  # slow
@@ -99,16 +97,11 @@ def check_exact(config: ModelConfig, name: str) -> None:
         "fp8": (False, "the scales of 8-bit products have not been compared over ranks"),
         "router_aux_loss_coef": (0.0, "that loss joins the leaves of an update"),
     }
-    if not config.frozen:
-        for key, (right, why) in wanted.items():
-            value, choice = getattr(config, key), right if isinstance(right, tuple) else (right,)
-            if value not in choice:
-                raise _build_error(name, key, value, " or ".join(map(str, choice)), why)
-        if config.optimizer.name != "adamw":
-            raise _build_error(name, "optimizer.name", config.optimizer.name, "adamw", "others mix entries of a weight")
-        if config.lora is not None and config.lora.base_bits:
-            raise _build_error(name, "lora.base_bits", config.lora.base_bits, "None", "4-bit weights are not sharded")
-
-
-def _build_error(name: str, key: str, value: Any, right: str, why: str) -> ValueError:
-    return ValueError(f"models.{name}.{key} is {value}: with `reduction: exact` it must be {right}, since {why}")
+    settings = [(key, getattr(config, key), right, why) for key, (right, why) in wanted.items()]
+    settings.append(("optimizer.name", config.optimizer.name, "adamw", "others mix entries of a weight"))
+    settings.append(("lora.base_bits", config.lora and config.lora.base_bits, None, "4-bit weights are not sharded"))
+    for key, value, right, why in [] if config.frozen else settings:
+        choice = right if isinstance(right, tuple) else (right,)
+        if value not in choice:
+            must = " or ".join(map(str, choice))
+            raise ValueError(f"models.{name}.{key} is {value}: with `reduction: exact` it must be {must}, since {why}")

@@ -1,8 +1,7 @@
 """Models of transformers: what all of their trainers have in common, and the one in plain torch.
 
 FSDPModule runs in one process, or sharded over several with FSDP2. Ranks can also share rows, layers and experts
-(coalign.backends.hf.parallel). Log-probs come from coalign.backends.hf.heads, attention over packed sequences from
-coalign.backends.attention, the order of events in a training step from coalign.backends.base.
+(coalign.backends.hf.parallel). The order of events in a training step is in coalign.backends.base.
 """
 
 from __future__ import annotations
@@ -23,18 +22,10 @@ from coalign.backends import lora, optim, pretrained, trainer_state
 from coalign.backends.attention import check_kernel, choose_kernel
 from coalign.backends.base import HEADS, IDLE, Measure, Outputs, TrainableModule
 from coalign.backends.engines.native import kernels
+from coalign.backends.hf import linear_layers
 from coalign.backends.hf.checks import check_routers, check_rows, check_vision, find_hidden_routers, is_known
 from coalign.backends.hf.exact import LeafReduction, check_exact
 from coalign.backends.hf.heads import ROWS, LanguageModel, PackedModel, ScalarModel
-from coalign.backends.hf.linear_layers import (
-    check_compile,
-    check_float8,
-    check_float8_device_type,
-    compile_layers,
-    convert_to_float8,
-    recompute_layers,
-    use_onednn,
-)
 from coalign.backends.hf.plans import check_cuts, decoder_layers, tower_layers
 from coalign.backends.hf.row_sharding import RankAxis, RowSharding
 from coalign.backends.optim import WeightAverage
@@ -44,7 +35,7 @@ from coalign.backends.routers import RouterCoefficients, RouterTotals
 from coalign.backends.trainer_state import BackgroundSaves
 from coalign.backends.vision import ImageEmbedder, name_components
 from coalign.config.errors import located_at
-from coalign.config.schema import ImagesConfig, ModelConfig, VisionConfig
+from coalign.config.schema import ModelConfig, VisionConfig
 from coalign.cpu import use_kernels
 from coalign.data.batch import Batch
 from coalign.data.images.processor import ImageProcessor
@@ -65,11 +56,8 @@ CPU_BLOCK = 32 * 2**20
 
 
 class HuggingFaceModule(BackgroundSaves, TrainableModule):
-    """A causal LM, value model or reward model, frozen or trained.
-
-    A subclass sets ``model``, and ``optimizer`` if the model is trained. It overrides `_forward`, `_backward` and
-    `_gather` where its library works differently.
-    """
+    """A causal LM, value model or reward model, frozen or trained. A subclass sets ``model``, and ``optimizer`` if the
+    model is trained. It overrides `_forward`, `_backward` and `_gather` where its library works differently."""
 
     adapters = True
     model: PackedModel
@@ -85,7 +73,7 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
         check_rows(packed.rows, config, name)
         if config.vision is not None:
             check_vision(packed, config, name)
-            ImageProcessor(pretrained.get_directory(config), pretrained.read_tokenizer(config), ImagesConfig())
+            pretrained.read_processor(config)
         cls.check_model(packed.model, config, name)
         check_routers(packed.routers, config, name)
 
@@ -94,29 +82,27 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
         """Build the model without weights, with the rows that `rows` names, or for `auto` the fastest that its
         architecture declares to compute. Raises NotImplementedError if there are none."""
 
-        def build(rows: str) -> PackedModel:
-            model = PackedModel(pretrained.build_skeleton(config, name=name, packed=rows == "packed"), rows)
-            model.check()
-            return model
-
-        if config.rows != "auto":
-            return build(config.rows)
-        try:
-            return build("packed")
-        except NotImplementedError:
-            return build("padded")
+        for rows in ("packed", "padded") if config.rows == "auto" else (config.rows,):
+            try:
+                model = PackedModel(pretrained.build_skeleton(config, name=name, packed=rows == "packed"), rows)
+                model.check()
+                return model
+            except NotImplementedError:
+                if rows == "padded" or config.rows != "auto":
+                    raise
+        raise AssertionError("unreachable: the last rows are refused")
 
     @classmethod
     def notes(cls, config: ModelConfig) -> Sequence[str]:
         rows = "packed" if is_known(config) else cls.build_skeleton(config, "*").rows
         if rows != "packed":
-            return [*super().notes(config), f"computes {rows} rows"]
+            return [f"computes {rows} rows"]
         device = torch.accelerator.current_accelerator(check_available=True)
         if not config.devices or device is None:
-            return super().notes(config)
+            return []
         dtype = getattr(torch, config.compute_dtype or config.dtype)
         kernel = choose_kernel(dtype, device) if config.attention == "auto" else config.attention
-        return [*super().notes(config), f"attention over packed rows: {kernel}"]
+        return [f"attention over packed rows: {kernel}"]
 
     @classmethod
     def check_routing_replay(cls, config: ModelConfig, name: str) -> None:
@@ -178,13 +164,11 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
             lengths = (int(micro.lengths.max()) for micro in micros if len(micro))
             pretrained.check_rope_length(*limit, max(lengths, default=0))
         self.model.train(loss is not None)
-        routers = self.model.routers
+        routers, add_router_loss = self.model.routers, None
         routers.enabled = loss is not None and not self.config.compile
         if loss is not None:  # the optimizer step releases it
             self.arena.reserve(self.context.model, "gradients", self._gradient_size)
-        add_router_loss = None
-        if loss is not None and routers.modules:
-            add_router_loss = self._prepare_router_loss(micros, needs)
+            add_router_loss = self._prepare_router_loss(micros, needs) if routers.modules else None
         results = []
         for number, micro in enumerate(micros):
             leaf = nullcontext() if loss is None else self._train_leaf(number, len(micros))
@@ -209,10 +193,8 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
 
     def _prepare_router_loss(self, micros: Sequence[Batch], needs: Sequence[str]) -> Callable[[Tensor], Tensor]:
         """Return the function that adds the routers' losses for the last forward to a loss, and counts their choices.
-
         The loss that balances experts needs the tokens of each expert over all micro-batches and ranks before the first
-        backward. If this rank has several micro-batches, they are counted by a forward of their own.
-        """
+        backward. If this rank has several micro-batches, they are counted by a forward of their own."""
         routers, config = self.model.routers, self.config
         (tokens,) = self.all_reduce([float(sum(micro.tokens_total for micro in micros if micro is not IDLE))])
         coefficients = config.router_aux_loss_coef, config.router_z_loss_coef
@@ -220,7 +202,11 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
         totals: Tensor | None = None
         if factors.aux_loss and len(micros) > 1:
             with torch.no_grad(), keep_generator(self.device):  # the same dropout as in training
-                totals = self._add_up(torch.stack([self._count_choices(micro, needs) for micro in micros]).sum(0))
+                counts = []
+                for micro in micros:
+                    self._forward(self._pack(micro), needs)
+                    counts.append(routers.count())
+                totals = self._add_up(torch.stack(counts).sum(0))
 
         def add(value: Tensor) -> Tensor:
             if routers.unfit or not routers.logits:
@@ -234,10 +220,6 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
             return value
 
         return add
-
-    def _count_choices(self, micro: Batch, needs: Sequence[str]) -> Tensor:
-        self._forward(self._pack(micro), needs)
-        return self.model.routers.count()
 
     def _add_up(self, values: Tensor) -> Tensor:
         """The sum over all ranks: no two of them have the same token."""
@@ -298,13 +280,13 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
                 self._write(dir, weights, pretrained.build_writer(self.model.model, self.config, self.context, dir))
 
     def save_adapter(self, dir: str | Path) -> None:
+        def write(tensors: Mapping[str, Tensor]) -> None:
+            lora.write(self.model.model, dir, tensors)
+            pretrained.save_tokenizer(self.config, self.context, dir)
+
         tensors = lora.collect(self.model.model, self._gather)
         if self.context.rank == 0:
-            self._write(dir, tensors, partial(self._write_adapter, dir))
-
-    def _write_adapter(self, dir: str | Path, tensors: Mapping[str, Tensor]) -> None:
-        lora.write(self.model.model, dir, tensors)
-        pretrained.save_tokenizer(self.config, self.context, dir)
+            self._write(dir, tensors, write)
 
     def base_weights(self) -> AbstractContextManager[None]:
         if not pretrained.has_adapters(self.config):
@@ -325,35 +307,34 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
     @property
     def _gradient_size(self) -> int:
         """Bytes, on this rank's device."""
-        here = (p for p in self.model.parameters() if p.requires_grad and p.device.type == self.device.type)
-        return sum(get_storage(p).nbytes() for p in here)
+        trained = (p for p in self.model.parameters() if p.requires_grad and p.device.type == self.device.type)
+        return sum(get_storage(p).nbytes() for p in trained)
 
     # ---- building
 
     def _read(self, device: torch.device) -> PackedModel:
         """Load the model, with rows that give the log-probs of its own forward. `rows: auto` in one process tries the
         rows that the model declares, then those that ask less of it."""
-        ways: Sequence[str] = [self.build_skeleton(self.config, self.context.model).rows]
-        if self.config.rows == "auto" and self.context.world_size == 1:
+        config, name = self.config, self.context.model
+        ways: Sequence[str] = [self.build_skeleton(config, name).rows]
+        if config.rows == "auto" and self.context.world_size == 1:
             ways = ROWS[ROWS.index(ways[0]) :]
-        problem: Exception = NotImplementedError()
         for rows in ways:
-            check_rows(rows, self.config, self.context.model)
-            source = pretrained.load(
-                self.config, seed=self.context.seed, name=self.context.model, packed=rows == "packed"
-            )
+            check_rows(rows, config, name)
+            source = pretrained.load(config, seed=self.context.seed, name=name, packed=rows == "packed")
             model = self._wrap(source, rows)
             move_module(model, device)
             try:
                 model.check()
-            except NotImplementedError as refusal:
-                problem = refusal
+            except NotImplementedError:
+                if rows == ways[-1]:
+                    raise
                 continue
             if rows != "packed":
-                log.info("models.%s computes %s rows (docs/backends.md)", self.context.model, rows)
-            check_routers(model.routers, self.config, self.context.model)
+                log.info("models.%s computes %s rows (docs/backends.md)", name, rows)
+            check_routers(model.routers, config, name)
             return model
-        raise problem
+        raise AssertionError("unreachable: the last rows are refused")
 
     def _wrap(self, model: PreTrainedModel, rows: str) -> PackedModel:
         self.check_model(model, self.config, self.context.model)
@@ -363,7 +344,7 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
         if self.config.frozen:
             model.requires_grad_(False)
         elif self.config.activation_checkpointing:
-            recompute_layers(model, self.config.activation_checkpointing)
+            linear_layers.recompute_layers(model, self.config.activation_checkpointing)
         if self.config.head == "lm":
             # Greedy sampling (temperature 0) has no distribution of its own; log-probs are then at temperature 1.
             temperature = self.config.sampling.temperature or 1.0
@@ -386,15 +367,10 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
             if getattr(vision, component) == "freeze":
                 parameter.requires_grad_(False)
             trains_features |= component != "language" and parameter.requires_grad
-        directory, images = pretrained.get_directory(self.config), self.context.images or ImagesConfig()
-        processor = ImageProcessor(directory, pretrained.read_tokenizer(self.config), images)
-        model.images = ImageEmbedder(
-            model.model,
-            processor,
-            keep=vision.cache_mib * 2**20,
-            learns=trains_features,
-            is_sharded=self.is_sharded and self.one_group(self.config),
-        )
+        processor = pretrained.read_processor(self.config, self.context.images)
+        settings = {"keep": vision.cache_mib * 2**20, "learns": trains_features}
+        is_sharded = self.is_sharded and self.one_group(self.config)
+        model.images = ImageEmbedder(model.model, cast(ImageProcessor, processor), is_sharded=is_sharded, **settings)
 
     def _scale_learning_rates(self) -> dict[nn.Parameter, float]:
         """The multiples of the learning rate for the components that have one."""
@@ -445,7 +421,7 @@ class FSDPModule(HuggingFaceModule):
         if config.reduction == "exact":
             check_exact(config, name)
         if config.fp8:
-            check_float8_device_type(device, f"models.{name}.fp8")
+            linear_layers.check_float8_device_type(device, f"models.{name}.fp8")
 
     @classmethod
     def check_model(cls, model: PreTrainedModel, config: ModelConfig, name: str) -> None:
@@ -455,9 +431,9 @@ class FSDPModule(HuggingFaceModule):
     @classmethod
     def check_machine(cls, config: ModelConfig, name: str, device: torch.device) -> None:
         if config.fp8:
-            check_float8(device, f"models.{name}.fp8")
+            linear_layers.check_float8(device, f"models.{name}.fp8")
         if config.compile:
-            check_compile(device, f"models.{name}.compile")
+            linear_layers.check_compile(device, f"models.{name}.compile")
         if config.optimizer.name == "adamw_8bit" and not config.frozen:
             optim.check_adamw_8bit()
 
@@ -467,10 +443,8 @@ class FSDPModule(HuggingFaceModule):
 
     @classmethod
     def notes(cls, config: ModelConfig) -> Sequence[str]:
-        notes = super().notes(config)
-        if config.devices or config.compute_dtype != "bfloat16" or kernels.has_bf16():
-            return notes
-        return [*notes, kernels.FLOAT32_INSTEAD]
+        is_fast = config.devices or config.compute_dtype != "bfloat16" or kernels.has_bf16()
+        return [*super().notes(config), *([] if is_fast else [kernels.FLOAT32_INSTEAD])]
 
     def __init__(self, config: ModelConfig, context: Context) -> None:
         super().__init__(config, context)
@@ -484,7 +458,7 @@ class FSDPModule(HuggingFaceModule):
         if not self.is_sharded:
             self.model = self._read(self.device)
             if self.config.fp8:
-                convert_to_float8(decoder_layers(self.model.model))
+                linear_layers.convert_to_float8(decoder_layers(self.model.model))
         else:
             if self.context.world_size > 1 or not dist.is_initialized():  # by another model of this process
                 join_process_group(self.context, host=self.config.cpu_offload)
@@ -497,19 +471,15 @@ class FSDPModule(HuggingFaceModule):
             self._load_sharded(ranks, self.rows)
         layers = decoder_layers(self.model.model)
         towers = tower_layers(self.model.model)
+        is_plain = self.compute_dtype is None and self.config.tensor_parallel == self.config.expert_parallel == 1
         if self.config.compile:
-            compile_layers(layers)
-        elif self._can_use_onednn() and kernels.is_onednn_faster():
-            use_onednn([*layers, *towers])
+            linear_layers.compile_layers(layers)
+        elif is_plain and self.device.type == "cpu" and kernels.is_onednn_faster():
+            linear_layers.use_onednn([*layers, *towers])
         if not self.config.frozen:
-            exact = self.config.reduction == "exact"
-            self.optimizer = optim.build_optimizer(
-                self.model.parameters(),
-                self.config.optimizer,
-                layers=[*layers, *towers],
-                exact=exact,
-                scales=self._scale_learning_rates(),
-            )
+            exact, scales = self.config.reduction == "exact", self._scale_learning_rates()
+            settings = {"layers": [*layers, *towers], "exact": exact, "scales": scales}
+            self.optimizer = optim.build_optimizer(self.model.parameters(), self.config.optimizer, **settings)
             self._reduction = LeafReduction(self.model) if exact else None
             if self.config.ema:
                 self.average = WeightAverage(self.model, self.config.ema.decay)
@@ -517,10 +487,6 @@ class FSDPModule(HuggingFaceModule):
     @property
     def is_sharded(self) -> bool:
         return super().is_sharded or (self.config.reduction == "exact" and not self.config.frozen)
-
-    def _can_use_onednn(self) -> bool:
-        plain = self.compute_dtype is None and self.config.tensor_parallel == self.config.expert_parallel == 1
-        return self.device.type == "cpu" and plain
 
     def close(self) -> None:
         self._close_writer()
@@ -553,15 +519,12 @@ class FSDPModule(HuggingFaceModule):
         return self.rows.gather(super()._forward(shard.layout, needs), shard)
 
     def _gather(self, tensor: Tensor) -> Tensor:
-        from torch.distributed.tensor import DTensor  # slow
-
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return optim.gather(tensor)
 
     def optimizer_step(self) -> float:
         assert self.optimizer is not None  # train_step refuses frozen models
-        norm = optim.clip_gradients(
-            self.model.parameters(), self.config.optimizer.clip_grad_norm, exact=self._reduction is not None
-        )
+        limit, exact = self.config.optimizer.clip_grad_norm, self._reduction is not None
+        norm = optim.clip_gradients(self.model.parameters(), limit, exact=exact)
         if norm < float("inf"):
             self._set_learning_rate()
             self.optimizer.step()
@@ -599,7 +562,7 @@ class FSDPModule(HuggingFaceModule):
         model = self._wrap(skeleton.model, skeleton.rows)
         model.heads = rows.heads
         if self.config.fp8:
-            convert_to_float8(decoder_layers(model.model))
+            linear_layers.convert_to_float8(decoder_layers(model.model))
         cut_model(model, ranks)
         shard_model(model, ranks, self.compute_dtype, host=self.config.cpu_offload)
         model.to_empty(device="cpu" if self.config.cpu_offload else self.device)

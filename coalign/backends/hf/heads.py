@@ -10,21 +10,15 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from textwrap import shorten
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from coalign.algorithms.logprobs import (
-    VocabularyShard,
-    candidate_logprobs,
-    linear_logprobs,
-    log_collision,
-    top_logprobs,
-)
-from coalign.backends.attention import check_attention
+from coalign.algorithms.logprobs import candidate_logprobs, linear_logprobs, log_collision, top_logprobs
+from coalign.backends.attention import check_attention, refuse_failure
 from coalign.backends.hf.row_sharding import HeadExchange
 from coalign.backends.packing import Layout, pack
 from coalign.backends.pretrained import describe_encoder, read_context_length, read_rope_limit
@@ -37,6 +31,8 @@ from coalign.types import UNKNOWN_EXPERT, ImageSpan
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from coalign.algorithms.logprobs import VocabularyShard
+
 # The row that checks run models on. Its last sequence stands for a long one: its token has the last position that the
 # model can read, so rotary frequencies that depend on the longest sequence show in the others.
 PROBE_LENGTHS = [5, 3, 1]
@@ -46,14 +42,13 @@ ROWS = ("packed", "padded", "single")  # from the fastest to the one that asks l
 
 
 class PackedModel(nn.Module):
-    """Wraps a causal LM or a sequence classifier of one label; its weights keep their names below ``model.``.
-
-    ``rows`` (ROWS): how the sequences of a layout are computed. Only packed ones may share prompts. ``heads``: the
-    exchange in attention with ranks that compute other chunks of each row.
-    """
+    """Wraps a causal LM or a sequence classifier of one label; its weights keep their names below ``model.``. ``rows``
+    (ROWS): how the sequences of a layout are computed. Only packed ones may share prompts. ``heads``: the exchange in
+    attention with ranks that compute other chunks of each row."""
 
     heads: HeadExchange | None = None
     images: ImageEmbedder | None = None  # set for a model that reads images
+    compared: ClassVar[str]  # what `check` compares with the model's own forward
 
     def __init__(self, model: PreTrainedModel, rows: str = "packed") -> None:
         super().__init__()
@@ -133,19 +128,32 @@ class PackedModel(nn.Module):
             return pack(batch, share_prefix=share_prefix)
         return pack_with_images(self.images, batch, share_prefix=share_prefix)
 
-    def _pack_image_probe(self, images: ImageEmbedder) -> tuple[Layout, list[list[int]], list[ImageSpan]]:
-        """The layout of two answers to a prompt with pictures, which they share; their tokens, prompt included; and
-        where the pictures stand in these."""
-        prompt, spans = images.make_probe()
-        answers = [prompt + answer for answer in (images.plain[5:8], images.plain[8:10])]
-        mask = [t >= len(prompt) for answer in answers for t in range(len(answer))]
-        batch = Batch(
-            torch.tensor([len(answer) for answer in answers]),
-            {"tokens": torch.tensor([*answers[0], *answers[1]]), "loss_mask": torch.tensor(mask)},
-            {"group": torch.zeros(2).long(), "prompt_length": torch.tensor([len(prompt)] * 2)}
-            | {"images": [tuple(spans)] * 2},
-        )
-        return self.pack(batch).to(self.model.device), answers, spans
+    def _refuse(self, rows: str, why: str) -> NotImplementedError:
+        return NotImplementedError(f"{type(self.model).__name__} cannot compute {rows}: {why}")
+
+    def _check_images(self, images: ImageEmbedder) -> None:
+        """NotImplementedError unless two answers to a prompt with pictures, which they share, are computed as by the
+        model's own forward of each."""
+        with refuse_failure(partial(self._refuse, "packed rows with images")):
+            prompt, spans = images.make_probe()
+            answers = [torch.tensor(prompt + answer) for answer in (images.plain[5:8], images.plain[8:10])]
+            tokens, lengths = torch.cat(answers), torch.tensor([len(answer) for answer in answers])
+            mask = torch.cat([torch.arange(int(length)) >= len(prompt) for length in lengths])
+            shared = {"group": torch.zeros(2).long(), "prompt_length": torch.tensor([len(prompt)] * 2)}
+            columns = {"tokens": tokens, "loss_mask": mask}
+            layout = self.pack(Batch(lengths, columns, {**shared, "images": [tuple(spans)] * 2}))
+            difference, limit = self._compare_images(images, layout.to(self.model.device), answers, spans)
+        if not difference < limit:
+            raise NotImplementedError(
+                f"{type(self.model).__name__} reads images in a way that Coalign does not know: {self.compared} differ "
+                f"by {difference:.3g} from its own"
+            )
+
+    def _compare_images(
+        self, images: ImageEmbedder, layout: Layout, answers: Sequence[Tensor], spans: Sequence[ImageSpan]
+    ) -> tuple[float, float]:
+        """The difference for two ``answers``, prompts included, and the largest that rounding explains."""
+        raise NotImplementedError
 
     @contextmanager
     def _plain_attention(self) -> Iterator[None]:
@@ -171,11 +179,8 @@ class PackedModel(nn.Module):
 
 
 class LanguageModelHead:
-    """Computes log-probs and other outputs from hidden states, at the sampling temperature.
-
-    ``top``: for a teacher, how many of its likeliest tokens (0: all). ``settings`` of the logits: scale, softcap
-    (coalign.algorithms.logprobs).
-    """
+    """Computes log-probs and other outputs from hidden states, at the sampling temperature. ``top``: for a teacher, how
+    many of its likeliest tokens (0: all). ``settings`` of the logits: scale, softcap (coalign.algorithms.logprobs)."""
 
     def __init__(self, *, temperature: float = 1.0, top: int = 0, **settings: Any) -> None:
         self.temperature, self.top, self.settings = temperature, top, settings
@@ -240,14 +245,14 @@ class LanguageModelHead:
         rows, masked, share = self._restrict(weight, share)
         if masked is not None:
             bias = masked.to(hidden) if bias is None else bias + masked.to(bias)
-        logits: dict[str, Any] = {"bias": bias, "temperature": temperature, "shard": share, **self.settings}
-        few: dict[str, Any] = {**logits, "bias": None if bias is None else bias[:rows]}
+        settings: dict[str, Any] = {"bias": bias, "temperature": temperature, "shard": share, **self.settings}
+        few: dict[str, Any] = {**settings, "bias": None if bias is None else bias[:rows]}
         if "top" in needs:
-            vocabulary = share.size if share else rows
-            ids, logprobs = top_logprobs(hidden, weight[:rows], self.top or vocabulary, **few)
+            size = share.size if share else rows
+            ids, logprobs = top_logprobs(hidden, weight[:rows], self.top or size, **few)
             return {"candidates": ids, "teacher_logprobs": logprobs}
-        needs_entropy = "entropy" in needs
-        logprobs, entropy = linear_logprobs(hidden, weight, layout.targets, entropy=needs_entropy, rows=rows, **logits)
+        settings |= {"entropy": "entropy" in needs, "rows": rows}
+        logprobs, entropy = linear_logprobs(hidden, weight, layout.targets, **settings)
         outputs = {"logprobs": logprobs} | ({} if entropy is None else {"entropy": entropy})
         if "candidate_logprobs" in needs and layout.candidates is not None:
             outputs["candidate_logprobs"] = candidate_logprobs(hidden, weight[:rows], layout.candidates, **few)
@@ -259,15 +264,18 @@ class LanguageModelHead:
 class LanguageModel(PackedModel):
     """Log-probs of the trained tokens, and the other outputs of `LanguageModelHead`."""
 
+    compared = "log-probs"
+
     def __init__(self, model: PreTrainedModel, rows: str = "packed", *, temperature: float = 1.0, top: int = 0) -> None:
         super().__init__(model, rows)
         text = model.config.get_text_config()
+
+        def read(*names: str) -> float | None:
+            return next((value for value in (getattr(text, name, None) for name in names) if value), None)
+
         # What Cohere, Granite, Inkling, Gemma, Recurrent Gemma and xLSTM do to their logits.
-        widths = ("logits_scaling", "logits_mup_width_multiplier")
-        width = next((value for value in (getattr(text, name, None) for name in widths) if value), 1.0)
-        scale = getattr(text, "logit_scale", None) or 1.0 / width
-        caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-        softcap = next((cap for cap in (getattr(text, name, None) for name in caps) if cap), None)
+        scale = read("logit_scale") or 1.0 / (read("logits_scaling", "logits_mup_width_multiplier") or 1.0)
+        softcap = read("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
         self.read = LanguageModelHead(temperature=temperature, top=top, scale=scale, softcap=softcap)
 
     def forward(self, layout: Layout, *, needs: Sequence[str] = ()) -> dict[str, Tensor]:
@@ -288,15 +296,10 @@ class LanguageModel(PackedModel):
         if self.rows != "packed":
             self._check_decoder()
         row = self._pack_probe().to(self.model.device)
-        try:
+        with refuse_failure(partial(self._refuse, f"{self.rows} rows")):
             expected = torch.cat([self._compute_unpacked_logprobs(ids) for ids in row.tokens.split(PROBE_LENGTHS)])
             logprobs = self(row)["logprobs"]
-        except (NotImplementedError, torch.OutOfMemoryError):
-            raise
-        except Exception as problem:  # a model fails by whatever it stumbles over
-            model_class, why = type(self.model).__name__, shorten(f"{type(problem).__name__}: {problem}", 200)
-            raise NotImplementedError(f"{model_class} cannot compute {self.rows} rows: {why}") from problem
-        rounding = 0.002 if self.model.dtype == torch.float32 else 0.5
+        rounding = self._rounding
         difference = float((logprobs.double() - expected).abs().max())
         if not difference < rounding:
             raise NotImplementedError(
@@ -306,7 +309,7 @@ class LanguageModel(PackedModel):
             )
         if self.rows == "packed":  # attention is Coalign's, and causal
             if self.images is not None:
-                self._check_images(self.images, rounding)
+                self._check_images(self.images)
             return
         first = row.tokens[: PROBE_LENGTHS[0]]
         cut = self._compute_unpacked_logprobs(first[:-1])
@@ -316,33 +319,22 @@ class LanguageModel(PackedModel):
                 "response are not those with which it was sampled"
             )
 
-    def _check_images(self, images: ImageEmbedder, rounding: float) -> None:
-        """NotImplementedError unless two answers to a prompt with pictures, which they share, have the log-probs of the
-        model's own forward of each."""
-        model_class = type(self.model).__name__
-        try:
-            layout, answers, spans = self._pack_image_probe(images)
-            logprobs = self(layout)["logprobs"]
-            plain = [self._compute_plain_logprobs(images, torch.tensor(answer), spans) for answer in answers]
-            expected = [answer[len(answer) - count :] for answer, count in zip(plain, (3, 2), strict=True)]
-        except (NotImplementedError, torch.OutOfMemoryError):
-            raise
-        except Exception as problem:  # a model fails by whatever it stumbles over
-            why = shorten(f"{type(problem).__name__}: {problem}", 200)
-            raise NotImplementedError(f"{model_class} cannot compute packed rows with images: {why}") from problem
-        difference = float((logprobs.double() - torch.cat(expected)).abs().max())
-        if not difference < rounding:
-            raise NotImplementedError(
-                f"{model_class} reads images in a way that Coalign does not know: log-probs differ by {difference:.3g} "
-                "from its own"
-            )
+    @property
+    def _rounding(self) -> float:
+        return 0.002 if self.model.dtype == torch.float32 else 0.5
 
-    def _compute_plain_logprobs(self, images: ImageEmbedder, tokens: Tensor, spans: Sequence[ImageSpan]) -> Tensor:
-        """f64[n - 1] of one sequence i64[n] by the model's own forward, with transformers' own attention."""
-        with self._plain_attention():
-            logits = self.model(**images.list_plain_inputs(tokens.to(self.model.device), spans)).logits[0, :-1].double()
-        logits = self.read.mask(logits / self.read.temperature)
-        return logits.log_softmax(-1).gather(1, tokens[1:, None].to(logits.device))[:, 0]
+    def _compare_images(
+        self, images: ImageEmbedder, layout: Layout, answers: Sequence[Tensor], spans: Sequence[ImageSpan]
+    ) -> tuple[float, float]:
+        expected = []
+        for tokens, count in zip(answers, layout.segment.bincount().tolist(), strict=True):
+            with self._plain_attention():
+                inputs = images.list_plain_inputs(tokens.to(self.model.device), spans)
+                logits = self.model(**inputs).logits[0, -1 - count : -1].double()
+            logits = self.read.mask(logits / self.read.temperature)
+            expected.append(logits.log_softmax(-1).gather(1, tokens[-count:, None].to(logits.device))[:, 0])
+        difference = self(layout)["logprobs"].double() - torch.cat(expected)
+        return float(difference.abs().max()), self._rounding
 
     def _compute_unpacked_logprobs(self, tokens: Tensor) -> Tensor:
         """f64[n - 1] of one sequence i64[n]."""
@@ -357,6 +349,8 @@ class LanguageModel(PackedModel):
 class ScalarModel(PackedModel):
     """One number per trained token (``values``) or per sequence (``scores``), from the weight `score`."""
 
+    compared = "the states of last tokens, relative to their size,"
+
     def __init__(self, model: PreTrainedModel, rows: str = "packed", *, output: str) -> None:
         super().__init__(model, rows)
         self.output = output
@@ -364,32 +358,19 @@ class ScalarModel(PackedModel):
     @torch.no_grad()
     def check(self) -> None:
         super().check()
-        if self.images is None:
-            return
-        model_class = type(self.model).__name__
-        try:
-            layout, answers, spans = self._pack_image_probe(self.images)
-            states = self.hidden(layout)[layout.last].double()
-            expected = torch.stack(
-                [self._compute_plain_state(self.images, torch.tensor(answer), spans) for answer in answers]
-            )
-        except (NotImplementedError, torch.OutOfMemoryError):
-            raise
-        except Exception as problem:  # a model fails by whatever it stumbles over
-            why = shorten(f"{type(problem).__name__}: {problem}", 200)
-            raise NotImplementedError(f"{model_class} cannot compute packed rows with images: {why}") from problem
-        error = float((states - expected).norm() / expected.norm())
-        if not error < (0.001 if self.model.dtype == torch.float32 else 0.1):
-            raise NotImplementedError(
-                f"{model_class} reads images in a way that Coalign does not know: the states of last tokens differ by "
-                f"{error:.3g} of their size from its own"
-            )
+        if self.images is not None:
+            self._check_images(self.images)
 
-    def _compute_plain_state(self, images: ImageEmbedder, tokens: Tensor, spans: Sequence[ImageSpan]) -> Tensor:
-        """f64[hidden] of the last token by the model's own forward, with transformers' own attention."""
-        inputs = images.list_plain_inputs(tokens.to(self.model.device), spans)
+    def _compare_images(
+        self, images: ImageEmbedder, layout: Layout, answers: Sequence[Tensor], spans: Sequence[ImageSpan]
+    ) -> tuple[float, float]:
+        states = self.hidden(layout)[layout.last].double()
         with self._plain_attention():
-            return self.model.base_model(**inputs).last_hidden_state[0, -1].double()
+            inputs = [images.list_plain_inputs(tokens.to(self.model.device), spans) for tokens in answers]
+            last = [self.model.base_model(**answer).last_hidden_state[0, -1].double() for answer in inputs]
+        expected = torch.stack(last)
+        error = float((states - expected).norm() / expected.norm())
+        return error, 0.001 if self.model.dtype == torch.float32 else 0.1
 
     def forward(self, layout: Layout, *, needs: Sequence[str] = ()) -> dict[str, Tensor]:
         """values f32[T], from the hidden state that predicts the token, or scores f32[N], from the last token."""

@@ -1,12 +1,10 @@
 """Changes how decoder layers compute: recomputation (1604.06174), torch.compile, products by oneDNN or in 8 bits
 (2209.05433).
 
-All decoder layers have the same code, so one compilation serves them all, for rows of any length. Attention
-(coalign.backends.attention) and what surrounds a layer (sharding, recomputation) are not compiled.
-
-Torchao's linear layers multiply in 8-bit floats; no other file imports torchao. Weights, gradients and activations
-between layers keep their dtype; names and checkpoints stay the same. Each product scales its two factors by their
-largest entries: E4M3 forward, E5M2 for gradients of outputs.
+All decoder layers have the same code, so one compilation serves them all, for rows of any length. Attention and what
+surrounds a layer (sharding, recomputation) are not compiled. Torchao's linear layers multiply in 8-bit floats; weights,
+gradients and activations between layers keep their dtype. Each product scales its two factors by their largest entries:
+E4M3 forward, E5M2 for gradients of outputs.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 Tensor parallelism comes with sequence parallelism (1909.08053, 2205.05198). Between two blocks (the attention and the
 feed-forward block of a layer) each rank has a chunk of the row. A block gathers the row, computes with some heads or
-columns, and sums its output over the ranks. So the gradient of a cut weight is complete on its rank, and the gradient
-of an uncut weight in a block is summed over the ranks. `check_cuts` (plans.py) refuses what cannot be cut.
+columns, and sums its output over the ranks. So the gradient of a cut weight is complete on its rank, and that of an
+uncut weight in a block is summed over the ranks.
 
-Experts are not cut but distributed: each rank holds some of them, and transformers sends tokens to theirs and back by
-two all-to-alls around their forward. No two ranks have the same token, so any ranks can share experts.
+Experts are distributed: each rank holds some, and transformers sends tokens to theirs and back by two all-to-alls. No
+two ranks have the same token, so any ranks can share experts.
 """
 
 from __future__ import annotations
@@ -24,17 +24,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
+from coalign.backends.hf import plans
 from coalign.backends.hf.heads import PackedModel
-from coalign.backends.hf.plans import (
-    INPUTS,
-    OUTPUTS,
-    decoder_layers,
-    find_experts,
-    find_style,
-    list_cut_blocks,
-    read_plan,
-    tower_layers,
-)
+from coalign.backends.hf.plans import INPUTS, OUTPUTS, decoder_layers
 from coalign.backends.process_group import AllGather, Group, ReduceScatter
 from coalign.config.schema import ModelConfig
 from coalign.devices import is_accelerator
@@ -72,36 +64,21 @@ class RankMeshes:
         # Ranks that compute one row together, and ranks that have other rows.
         self.rows = mesh(data=world // (context * tensor), context=context, tensor=tensor)
 
-    def sharding(self, mesh: DeviceMesh) -> DeviceMesh:
-        """The submesh that FSDP shards over; with copies, it shards over the second of two dimensions."""
-        return mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
-
-
-def _apply_expert_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Distribute the experts (on the meta device) of all layers over ``mesh``, which has one dimension."""
-    from transformers.distributed.tensor_parallel import apply_expert_parallelism  # not in every version
-
-    apply_expert_parallelism(model, mesh, cast(Any, None), model.ep_plan)  # no mesh of tensor parallelism
-
 
 def _apply_tensor_parallel(model: PreTrainedModel, layers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
     """Cut the weights and the computation of ``layers`` (on the meta device) over ``mesh``, which has one dimension.
     Raises ValueError for weights that do not divide."""
-    names, plan = {module: name for name, module in model.named_modules()}, read_plan(model)
-    for layer, blocks in zip(layers, list_cut_blocks(model, layers), strict=True):
+    names, plan = {module: name for name, module in model.named_modules()}, plans.read_plan(model)
+    for layer, blocks in zip(layers, plans.list_cut_blocks(model, layers), strict=True):
         for block in blocks:
             for module in block.modules():
-                if (style := find_style(names[module], plan)) in (OUTPUTS, INPUTS):
-                    _cut(module, style, mesh)
+                if (style := plans.find_style(names[module], plan)) in (OUTPUTS, INPUTS):
+                    for path, layer_module in module.named_modules():
+                        for name in dict(layer_module.named_parameters(recurse=False)):
+                            _distribute(layer_module, name, mesh, _placement(style, path.split("."), name))
             _exchange_row(block, mesh.get_group())
         for module in layer.modules():
             _keep_whole(module, mesh)
-
-
-def _cut(linear: nn.Module, style: str, mesh: DeviceMesh) -> None:
-    for path, module in linear.named_modules():
-        for name in dict(module.named_parameters(recurse=False)):
-            _distribute(module, name, mesh, _placement(style, path.split("."), name))
 
 
 def _placement(style: str, path: list[str], name: str) -> Shard | Replicate:
@@ -152,27 +129,24 @@ def _exchange_row(block: nn.Module, group: Group) -> None:
     forward = block.forward
 
     def forward_whole_row(*args: Any, **kwargs: Any) -> Any:
-        if args:
-            args = (_apply_to_row(AllGather, args[0], group), *args[1:])
-        else:
-            kwargs["hidden_states"] = _apply_to_row(AllGather, kwargs["hidden_states"], group)
-        out = forward(*args, **kwargs)
-        if isinstance(out, tuple):
-            return _apply_to_row(ReduceScatter, out[0], group), *out[1:]
-        return _apply_to_row(ReduceScatter, out, group)
+        row, *more = args or (kwargs.pop("hidden_states"),)
+        out = forward(AllGather.apply(row[0], group)[None], *more, **kwargs)
+        row, *more = out if isinstance(out, tuple) else (out,)
+        scattered = ReduceScatter.apply(row[0], group)[None]
+        return (scattered, *more) if isinstance(out, tuple) else scattered
 
     block.forward = forward_whole_row
-
-
-def _apply_to_row(function: type[AllGather] | type[ReduceScatter], x: Tensor, group: Group) -> Tensor:
-    """``x``: [1, P, H]."""
-    return function.apply(x[0], group)[None]
 
 
 def cut_model(model: PackedModel, ranks: RankMeshes) -> None:
     """Distribute the experts of a model without weights, and cut its layers."""
     if ranks.experts is not ranks.full:
-        _apply_expert_parallel(model.model, ranks.experts["expert"])
+        from transformers.distributed.tensor_parallel import apply_expert_parallelism  # not in every version
+
+        mesh = ranks.experts["expert"]
+        apply_expert_parallelism(
+            model.model, mesh, cast(Any, None), model.model.ep_plan
+        )  # no mesh of tensor parallelism
     if ranks.layers is not ranks.full:
         _apply_tensor_parallel(model.model, decoder_layers(model.model), ranks.layers["tensor"])
 
@@ -182,11 +156,13 @@ def shard_model(model: PackedModel, ranks: RankMeshes, compute_dtype: torch.dtyp
     over ranks, not averaged: the loss has global denominators. ``host``: shards stay in the host's memory."""
     offload = CPUOffloadPolicy(pin_memory=is_accelerator(ranks.full.device_type)) if host else OffloadPolicy()
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    experts = find_experts(model.model) if ranks.experts is not ranks.full else []
+    experts = plans.find_experts(model.model) if ranks.experts is not ranks.full else []
     groups = [(experts, ranks.experts), (decoder_layers(model.model), ranks.layers)]
-    groups += [(tower_layers(model.model), ranks.full), ([model], ranks.full)]
+    groups += [(plans.tower_layers(model.model), ranks.full), ([model], ranks.full)]
     for module, mesh in ((module, mesh) for modules, mesh in groups for module in modules):
-        sharded = fully_shard(module, mesh=ranks.sharding(mesh), mp_policy=precision, offload_policy=offload)
+        # With copies, FSDP shards over the second of two dimensions.
+        submesh = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
+        sharded = fully_shard(module, mesh=submesh, mp_policy=precision, offload_policy=offload)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
 

@@ -105,16 +105,16 @@ def _find_problems(model: PreTrainedModel, layers: list[nn.Module], config: Mode
     values = getattr(text, "num_key_value_heads", None) or queries
     ways, turns = config.tensor_parallel, config.context_parallel
     if ways > 1:
-        if reason := find_unfit_layers(model, layers):
-            yield "tensor_parallel", reason
-        if values % ways:
-            yield "tensor_parallel", f"it does not divide the {values} heads of keys and values"
-        if config.lora is not None and config.lora.dora:
-            yield "tensor_parallel", "DoRA (lora.dora) needs the norms of whole rows of the weights"
-        if config.optimizer.name == "muon" and not config.frozen:
-            yield "tensor_parallel", "Muon (optimizer.name) orthogonalises matrices, not parts of them"
-        if config.fp8:
-            yield "tensor_parallel", "8-bit products (fp8) scale weights by their largest entry, and a rank has a part"
+        is_muon = config.optimizer.name == "muon" and not config.frozen
+        for is_refused, reason in (
+            (unfit := find_unfit_layers(model, layers), unfit),
+            (values % ways, f"it does not divide the {values} heads of keys and values"),
+            (config.lora and config.lora.dora, "DoRA (lora.dora) needs the norms of whole rows of the weights"),
+            (is_muon, "Muon (optimizer.name) orthogonalises matrices, not parts of them"),
+            (config.fp8, "8-bit products (fp8) scale weights by their largest entry, and a rank has a part"),
+        ):
+            if is_refused:
+                yield "tensor_parallel", str(reason)
     if adapts_experts(model):
         for key in ("tensor_parallel", "expert_parallel"):
             if getattr(config, key) > 1:
@@ -133,17 +133,16 @@ def _find_problems(model: PreTrainedModel, layers: list[nn.Module], config: Mode
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The layers of the language model."""
-    inside = {*find_body(model).modules()}
-    return [layer for layer in _find_layers(model) if layer in inside]
+    return _find_layers(model, inside=True)
 
 
 def tower_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The layers of a vision-language model outside of its language model. Every rank computes all of them."""
-    inside = {*find_body(model).modules()}
-    return [layer for layer in _find_layers(model) if layer not in inside]
+    return _find_layers(model, inside=False)
 
 
-def _find_layers(model: PreTrainedModel) -> list[nn.Module]:
+def _find_layers(model: PreTrainedModel, *, inside: bool) -> list[nn.Module]:
     """The modules of the classes in `_no_split_modules`. (Sharding replaces their class by a subclass.)"""
-    blocks = set(model._no_split_modules or ())
-    return [m for m in model.modules() if blocks & {base.__name__ for base in type(m).__mro__}]
+    blocks, body = set(model._no_split_modules or ()), {*find_body(model).modules()}
+    layers = [m for m in model.modules() if blocks & {base.__name__ for base in type(m).__mro__}]
+    return [layer for layer in layers if (layer in body) == inside]

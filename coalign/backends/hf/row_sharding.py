@@ -33,10 +33,8 @@ class RankAxis:
 @dataclass(frozen=True, slots=True)
 class RowShard:
     """A rank's chunk of a row: a ``layout`` with the chunk's tokens, predictors and last tokens, and the row's blocks.
-
     ``indices``: for outputs of a `token` and of a `sequence`, the indices i64[n] of the chunk's values among those of
-    the whole row, and the number of the latter.
-    """
+    the whole row, and the number of the latter."""
 
     layout: Layout
     indices: dict[str, tuple[Tensor, int]]
@@ -61,10 +59,8 @@ class HeadExchange:
 
 
 class RowSharding:
-    """Cuts rows over the ranks that compute them together: over ``context``, then each chunk over ``tensor``.
-
-    The length of a chunk is a multiple of ``multiple``.
-    """
+    """Cuts rows over the ranks that compute them together: over ``context``, then each chunk over ``tensor``. The
+    length of a chunk is a multiple of ``multiple``."""
 
     def __init__(self, context: RankAxis, tensor: RankAxis, *, multiple: int = 1) -> None:
         self.context, self.tensor, self.multiple = context, tensor, multiple
@@ -79,23 +75,24 @@ class RowSharding:
         start = (first_rank + self.tensor.rank) * size
         context = slice(first_rank * size, (first_rank + self.tensor.size) * size)
         trained, rows = ((at >= start) & (at < start + size) for at in (layout.predictors, layout.last))
+        columns = {"tokens": layout.tokens, "copies": layout.copies, "experts": layout.experts}
+        cut = {
+            name: F.pad(x, (0, 0) * (x.dim() - 1) + (0, more), value=-(name == "experts"))[start : start + size]
+            for name, x in columns.items()
+            if x is not None
+        }
+        columns = {"targets": layout.targets, "segment": layout.segment, "candidates": layout.candidates}
         shard_layout = replace(
             layout,
-            tokens=F.pad(layout.tokens, (0, more))[start : start + size],
             # Attention gathers the chunks of the tensor-parallel ranks, so rotary embeddings need positions for all.
             positions=F.pad(layout.positions, (0, more))[context],
             offset=start,
             axes=None if layout.axes is None else F.pad(layout.axes, (0, more))[:, context],
             blocks=layout.blocks + ((Block(len(layout.tokens), (more,)),) if more else ()),
             predictors=layout.predictors[trained] - start,
-            targets=layout.targets[trained],
-            segment=layout.segment[trained],
             last=layout.last[rows] - start,
-            candidates=None if layout.candidates is None else layout.candidates[trained],
-            copies=None if layout.copies is None else F.pad(layout.copies, (0, more))[start : start + size],
-            experts=None
-            if layout.experts is None
-            else F.pad(layout.experts, (0, 0, 0, 0, 0, more), value=-1)[start : start + size],
+            **cut,
+            **{name: x[trained] for name, x in columns.items() if x is not None},
         )
         masks = {"token": trained, "sequence": rows}
         return RowShard(shard_layout, {name: (mask.nonzero().flatten(), len(mask)) for name, mask in masks.items()})

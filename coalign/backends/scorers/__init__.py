@@ -1,6 +1,5 @@
 """Modules that only score. Start with ``reward_functions.py``, which calls reward functions.
 
-``judge.py`` has a language model write verdicts, or compare by the probabilities of two labels.
 ``retokenize.py`` runs a reward model or a teacher with its own tokenizer. ``cached.py`` keeps a frozen model's
 log-probs on disk.
 """

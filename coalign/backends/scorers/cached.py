@@ -36,11 +36,9 @@ BUSY_SECONDS = 60.0  # replicas of one model take turns at writing to the same f
 
 
 class CachedModule(Module):
-    """A scorer of class ``config.module`` behind an SQLite file of its log-probs in the directory ``config.cache``.
-
-    The key of a sequence is its tokens and loss mask, that of a model its files' bytes and the settings that change
-    log-probs. `cache/hits` and `cache/misses` count sequences.
-    """
+    """A scorer of class ``config.module`` behind an SQLite file of its log-probs in the directory ``config.cache``. The
+    key of a sequence is its tokens and loss mask, that of a model its files' bytes and the settings that change
+    log-probs. `cache/hits` and `cache/misses` count sequences."""
 
     @classmethod
     def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
@@ -85,7 +83,9 @@ class CachedModule(Module):
     def forward_step(self, batch: Batch, *, into: str | None = None) -> dict[str, Tensor | Total]:
         """As TrainableModule.forward_step, with log-probs from the store where it has them."""
         mask = get_loss_mask(batch)
-        keys = _keys(batch, mask)
+        tokens, marks = batch.token["tokens"].to(torch.int32).numpy(), mask.numpy()
+        rows = [tokens[a:b].tobytes() + marks[a:b].tobytes() for a, b in pairwise(batch.offsets.tolist())]
+        keys = [blake2b(row, digest_size=16).digest() for row in rows]
         stored = self._read(keys)
         missing = [row for row, key in enumerate(keys) if key not in stored]
         if missing:
@@ -128,9 +128,3 @@ def hash_model(config: ModelConfig, seed: int) -> str:
     how = (config.module, drawn, config.dtype, config.compute_dtype, config.sampling.temperature)
     seen.update(repr(how).encode())
     return seen.hexdigest()
-
-
-def _keys(batch: Batch, mask: Tensor) -> list[bytes]:
-    tokens, marks = batch.token["tokens"].to(torch.int32).numpy(), mask.numpy()
-    rows = (tokens[a:b].tobytes() + marks[a:b].tobytes() for a, b in pairwise(batch.offsets.tolist()))
-    return [blake2b(row, digest_size=16).digest() for row in rows]

@@ -17,31 +17,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from coalign.backends import pretrained
 from coalign.backends.base import Module
-from coalign.backends.pretrained import (
-    find_score_at,
-    read_config,
-    read_context_length,
-    read_placeholders,
-    read_run_tokenizer,
-    read_tokenizer,
-)
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ImagesConfig, ModelConfig
+from coalign.data import templates
 from coalign.data.batch import Batch
 from coalign.data.images.placeholders import split_images
 from coalign.data.kinds import trim_after_last_trained
 from coalign.data.messages import Message, ReasoningPolicy
 from coalign.data.sources import BadRow
-from coalign.data.templates import (
-    Tools,
-    decode,
-    is_finished,
-    list_special_tokens,
-    load_template,
-    locate_images,
-    read_samples,
-)
+from coalign.data.templates import Tools, is_finished, list_special_tokens, read_samples
 from coalign.roles import Context
 from coalign.types import ImageSpan, Sample, Stat, Status, Total
 
@@ -69,7 +55,7 @@ class RetokenizeModule(Module):
         self.scorer = resolve_class(config.module, "coalign.backends")(config, context)
 
     def setup(self) -> None:
-        self.policy_tokenizer = read_run_tokenizer(self.context)
+        self.policy_tokenizer = pretrained.read_run_tokenizer(self.context)
         self.reader = ConversationReader(self.config, self.context.images)
         self.scorer.arena = self.arena
         self.scorer.setup()
@@ -110,8 +96,9 @@ class RetokenizeModule(Module):
         if refused and not read:
             raise refused[0]
         if refused:
-            counts = f"{len(refused)} of {len(samples)} samples"
-            log.warning(f"models.{self.context.model} cannot read {counts}: {refused[0]}")
+            log.warning(
+                f"models.{self.context.model} cannot read {len(refused)} of {len(samples)} samples: {refused[0]}"
+            )
         return read
 
 
@@ -126,36 +113,29 @@ class TokenizedConversation(NamedTuple):
 
 
 class ConversationReader:
-    """Tokenizes conversations for a reward model; ``longest``: the most tokens that the model can take.
-
-    ``images``: how a model that sees reads them. ``reasoning``: what it was shown of thoughts. Raises ValueError if the
-    tokenizer has no template and ``config.chat_template`` gives none.
-    """
+    """Tokenizes conversations for a reward model; ``longest``: the most tokens that the model can take. ``images``: how
+    a model that sees reads them. ``reasoning``: what it was shown of thoughts. Raises ValueError if the tokenizer has
+    no template and ``config.chat_template`` gives none."""
 
     def __init__(
         self, config: ModelConfig, images: ImagesConfig | None = None, reasoning: ReasoningPolicy | None = None
     ) -> None:
-        self._template = load_template(
-            read_tokenizer(config),
-            config.chat_template or "auto",
-            config.chat_template_kwargs,
-            reasoning,
-            placeholders=read_placeholders(config, images),
-        )
-        hf = read_config(config)
-        limits = (read_context_length(hf), config.max_tokens_per_micro)
+        settings = (config.chat_template or "auto", config.chat_template_kwargs, reasoning)
+        placeholders = pretrained.read_placeholders(config, images)
+        tokenizer = pretrained.read_tokenizer(config)
+        self._template = templates.load_template(tokenizer, *settings, placeholders=placeholders)
+        hf = pretrained.read_config(config)
+        limits = (pretrained.read_context_length(hf), config.max_tokens_per_micro)
         self.longest = min(limit for limit in (*limits, 2**31) if limit)
-        self._score_at = find_score_at(config, hf)
+        self._score_at = pretrained.find_score_at(config, hf)
 
     def read(
         self, messages: Sequence[Message], tools: Tools | None = None, *, truncated: bool = False
     ) -> TokenizedConversation:
-        """Tokenize a conversation; the last message has no end of turn if it was ``truncated``.
-
-        Raises BadRow if the template refuses the messages, or if an image cannot be used.
-        """
+        """Tokenize a conversation; the last message has no end of turn if it was ``truncated``. Raises BadRow if the
+        template refuses the messages, or if an image cannot be used."""
         tokens, mask = self._template.conversation(messages, tools)
-        images = locate_images(self._template, tokens, messages)
+        images = templates.locate_images(self._template, tokens, messages)
         if self._score_at == "last_trained" or truncated:
             tokens, mask = trim_after_last_trained(tokens, mask)
         if truncated:
@@ -171,17 +151,15 @@ class ConversationReader:
         return self._template.guard.is_spelled(messages)
 
     def read_rendered(self, text: str) -> TokenizedConversation:
-        """As ``read``, of a conversation that a template has rendered already. BadRow if it is empty.
-
-        What is blank after a special token at its end, as templates write it, comes after the last turn.
-        """
+        """As ``read``, of a conversation that a template has rendered already. BadRow if it is empty. What is blank
+        after a special token at its end, as templates write it, comes after the last turn."""
         tokens = self._template.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if not tokens:
             raise BadRow("there is nothing to read: the text is empty", "empty")
         if self._score_at == "last_trained":
             special = list_special_tokens(self.tokenizer)
             stop = max((i + 1 for i, token in enumerate(tokens) if token in special), default=len(tokens))
-            if not decode(self.tokenizer, tokens[stop:]).strip():
+            if not templates.decode(self.tokenizer, tokens[stop:]).strip():
                 tokens = tokens[:stop]
         return TokenizedConversation(tokens)
 
@@ -245,24 +223,16 @@ class CrossTokenizerModule(RetokenizeModule):
         rows = is_finished(cast(Tensor, batch["status"])).nonzero().flatten()
         samples = read_samples(batch.select(rows), self.policy_tokenizer)
         read = self._read(samples)
-        fitting = {i: text.tokens for i, text in read.items() if len(text.tokens) <= self.reader.longest}
-        masks = {i: read[i].mask for i in fitting}
+        fitting = {i: text for i, text in read.items() if len(text.tokens) <= self.reader.longest}
         spans: dict[int, list[Span]] = {}
-        for i, tokens in fitting.items():
+        for i, text in fitting.items():
             student = samples[i].tokens.tolist(), samples[i].loss_mask.tolist()
-            spans[i] = self._align(student, (tokens, masks[i]))
+            spans[i] = self._align(student, (text.tokens, text.mask))
         if fitting:
-            lengths = torch.tensor([len(tokens) for tokens in fitting.values()])
-            columns = {
-                "tokens": torch.tensor([t for tokens in fitting.values() for t in tokens], dtype=torch.int32),
-                "loss_mask": torch.tensor([m for i in fitting for m in masks[i]]),
-            }
-            group = torch.tensor([samples[i].group for i in fitting])
-            prompts = torch.tensor([read[i].prompt_length for i in fitting], dtype=torch.int32)
-            images = [read[i].images for i in fitting]
-            packed = Batch(lengths, columns, {"group": group, "prompt_length": prompts, "images": images})
+            packed = self.reader.pack([*fitting.values()], [samples[i].group for i in fitting])
+            packed = packed.with_(loss_mask=torch.tensor([m for text in fitting.values() for m in text.mask]))
             scored = cast(Any, self.scorer).forward_step(packed)["ref_logprobs"].double()
-            for i, begin in zip(fitting, (lengths.cumsum(0) - lengths).tolist(), strict=True):
+            for i, begin in zip(fitting, packed.offsets[:-1].tolist(), strict=True):
                 first = int(batch.offsets[rows[i]])
                 for mine, theirs in spans[i]:
                     here = first + torch.tensor(mine)
@@ -279,10 +249,8 @@ class CrossTokenizerModule(RetokenizeModule):
         }
 
     def _align(self, student: tuple[list[int], list[bool]], teacher: tuple[list[int], list[bool]]) -> list[Span]:
-        """The spans of all turns that the student sampled; none if the template merges turns or leaves some out.
-
-        Turns of the assistant in the prompt come before these.
-        """
+        """The spans of all turns that the student sampled; none if the template merges turns or leaves some out. Turns
+        of the assistant in the prompt come before these."""
         mine, theirs = (_find_turns(mask) for _, mask in (student, teacher))
         if len(mine) > len(theirs):
             return []
@@ -295,15 +263,11 @@ class CrossTokenizerModule(RetokenizeModule):
 
 
 def align(student: Any, mine: Sequence[int], teacher: Any, theirs: Sequence[int]) -> list[Span]:
-    """The spans of a turn, given as the tokens of both tokenizers; none if the texts differ.
-
-    White space around the text, which a template trims or adds, belongs to the first and the last span. The special
-    tokens that end the turn are a span of their own, if both have them.
-    """
-    (student_tokens, student_end), (teacher_tokens, teacher_end) = (
-        _split_end(student, mine),
-        _split_end(teacher, theirs),
-    )
+    """The spans of a turn, given as the tokens of both tokenizers; none if the texts differ. White space around the
+    text, which a template trims or adds, belongs to the first and the last span. The special tokens that end the turn
+    are a span of their own, if both have them."""
+    student_tokens, student_end = _split_end(student, mine)
+    teacher_tokens, teacher_end = _split_end(teacher, theirs)
     sides = (student, student_tokens), (teacher, teacher_tokens)
     texts = [tokenizer.decode(tokens) for tokenizer, tokens in sides]
     leads = [0 if texts[0] == texts[1] else len(text) - len(text.lstrip()) for text in texts]
@@ -327,11 +291,9 @@ def align(student: Any, mine: Sequence[int], teacher: Any, theirs: Sequence[int]
 
 
 def find_token_ends(tokenizer: Any, tokens: Sequence[int]) -> list[int]:
-    """The number of characters of the text that are complete after each token.
-
-    A token inside of a character gets the end of the token that completes it. Only a few tokens are decoded at a time,
-    each with those before it, on which the space at its beginning may depend.
-    """
+    """The number of characters of the text that are complete after each token. A token inside of a character gets the
+    end of the token that completes it. Only a few tokens are decoded at a time, each with those before it, on which the
+    space at its beginning may depend."""
     ends, begin, complete, written = [0] * len(tokens), 0, 0, 0
     for i in range(len(tokens)):
         now = tokenizer.decode(tokens[begin : i + 1])

@@ -16,7 +16,6 @@ from coalign.config.functions import bind, resolve
 from coalign.config.schema import ModelConfig, RewardConfig
 from coalign.data.batch import Batch
 from coalign.data.templates import is_finished, read_samples
-from coalign.hub import find_directory
 from coalign.processes.function_process import build_pool
 from coalign.rewards.calls import RewardCaller, RewardFailure, RewardFunction, RewardOutcome, find_argument
 from coalign.roles import Context
@@ -45,10 +44,9 @@ class RewardModule(Module):
         self._failed: Counter[str] = Counter()  # samples that each function has failed on
 
     def setup(self) -> None:
-        from transformers import AutoTokenizer  # slow to import, and `coalign check` asks for the columns alone
+        from coalign.backends.pretrained import read_run_tokenizer  # slow, and `coalign check` asks for columns alone
 
-        directory, trust = find_directory(str(self.context.tokenizer)), self.context.trust_tokenizer
-        self.tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust)
+        self.tokenizer = read_run_tokenizer(self.context)
         self.functions = build_reward_functions(self.context.rewards)
         self.caller = RewardCaller()
         self.caller.start(self.functions)
@@ -78,32 +76,29 @@ class RewardModule(Module):
             column = columns[f"reward/{function.name}"] = torch.full((len(batch),), float("nan"))
             mine = rows.clone()
             mine[rows] = torch.tensor([function.is_for(sample) for sample in samples], dtype=torch.bool)
-            column[mine] = torch.tensor([_value(outcome) for outcome in scored])
+            values = [float("nan") if isinstance(o, RewardFailure) else o["reward"] for o in scored]
+            column[mine] = torch.tensor(values)
             texts = iter(str(outcome) if isinstance(outcome, RewardFailure) else "" for outcome in scored)
             columns[f"reward/{function.name}/failure"] = [next(texts) if row else "" for row in mine.tolist()]
             self._report(function, [*filter(function.is_for, samples)], scored)
         failures, self.caller.service_failures = self.caller.service_failures, Counter()
-        waits: Stats = {
-            f"reward/{name}/service_failures": Total(float(count)) for name, count in failures.items() if count
-        }
+        waits = {f"reward/{name}/service_failures": Total(float(count)) for name, count in failures.items() if count}
         return {**columns, **_stats(self.functions, outcomes), **waits}
 
     def _report(self, function: RewardFunction, samples: Sequence[Sample], scored: Sequence[RewardOutcome]) -> None:
         """Log a function's first failure, with its traceback. Later ones are counted."""
         failures = [(s, o) for s, o in zip(samples, scored, strict=True) if isinstance(o, RewardFailure)]
-        if not failures:
-            return
-        sample, first = failures[0]
         is_new = function.name not in self._failed
-        self._failed[function.name] += len(failures)
-        if not is_new:
-            return
-        message = (
-            f"reward function '{function.name}' failed on {len(failures)} of {len(samples)} samples "
-            f"(at most {function.retries + 1} attempts each); first on group {sample.group}, index {sample.index}: "
-            f"{first}; later failures are counted in reward/failed/…"
-        )
-        log.warning(message, exc_info=first.error if first.reason in ("raised", "bug") else None)
+        if failures:
+            self._failed[function.name] += len(failures)
+        if failures and is_new:
+            sample, first = failures[0]
+            message = (
+                f"reward function '{function.name}' failed on {len(failures)} of {len(samples)} samples "
+                f"(at most {function.retries + 1} attempts each); first on group {sample.group}, index {sample.index}: "
+                f"{first}; later failures are counted in reward/failed/…"
+            )
+            log.warning(message, exc_info=first.error if first.reason in ("raised", "bug") else None)
 
 
 def build_reward_functions(configs: Sequence[RewardConfig]) -> list[RewardFunction]:
@@ -112,10 +107,8 @@ def build_reward_functions(configs: Sequence[RewardConfig]) -> list[RewardFuncti
 
 
 def build_reward_function(config: RewardConfig, section: str) -> RewardFunction:
-    """The function that a configuration names, with its arguments. Raises what `resolve_reward` raises.
-
-    What is not of this package runs in processes of its own: see `build_pool`.
-    """
+    """The function that a configuration names, with its arguments. Raises what `resolve_reward` raises. What is not of
+    this package runs in processes of its own: see `build_pool`."""
     fn, arguments = resolve_reward(config, section)
     return RewardFunction(
         config.called,
@@ -140,10 +133,6 @@ def resolve_reward(config: RewardConfig, section: str) -> tuple[Callable[..., An
     if hasattr(fn, "check"):
         fn.check(**arguments)
     return fn, arguments
-
-
-def _value(outcome: RewardOutcome) -> float:
-    return float("nan") if isinstance(outcome, RewardFailure) else outcome["reward"]
 
 
 def _stats(functions: Sequence[RewardFunction], outcomes: Sequence[Sequence[RewardOutcome]]) -> Stats:

@@ -1,15 +1,13 @@
 """Transport between hosts: each sender broadcasts buckets to all readers, in a torch.distributed group of its own.
 
 All senders send at once, and each has two buckets under way: the next one is filled while the last one travels, and
-readers verify and install the last one while the next one comes. Readers hold a few buckets, never the complete model:
-they install each tensor once it is verified. So a stream that breaks off leaves replicas that refuse to serve until
-the next complete sync. Both models must be able to compute at once.
+readers verify and install the last one while the next one comes. Readers install each tensor once it is verified. So a
+stream that breaks off leaves replicas that refuse to serve until the next complete sync.
 
 A bucket is three messages: a header i64[2] (bytes of tensors, bytes of entries), the entries as JSON, the tensors.
 The header (END, n) ends the stream. It is followed by n bytes: a text as JSON, empty or the error that ended it.
 
-The groups exist beside those that the models have themselves: they are made without torch.distributed's registry,
-which knows one world.
+The groups are made without torch.distributed's registry, which knows one world: that of the models.
 """
 
 from __future__ import annotations
@@ -19,11 +17,11 @@ import queue
 import threading
 import uuid
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -33,26 +31,15 @@ from torch.distributed.distributed_c10d import BroadcastOptions, ProcessGroup, W
 
 from coalign.cluster.future import Store
 from coalign.devices import make_nccl_group
+from coalign.weights.sync import transport
 from coalign.weights.sync.checksums import checksum_tensors, copy_tensors
-from coalign.weights.sync.segment import TensorEntry, align
-from coalign.weights.sync.transport import (
-    ExportRequest,
-    ProcessId,
-    SentWeights,
-    SourceModule,
-    SyncModule,
-    TargetModule,
-    Transport,
-    WeightError,
-    check_names,
-    check_sum,
-    find_own_address,
-    guard_installation,
-    identify_process,
-    open_export,
-    open_store,
-    wait_for_both,
-)
+from coalign.weights.sync.segment import TensorEntry, align, pack
+from coalign.weights.sync.transport import SentWeights, Transport, WeightError
+
+if TYPE_CHECKING:
+    from coalign.backends.base import Module, TrainableModule
+    from coalign.backends.engines.rollout_module import RolloutModule
+    from coalign.weights.sync.transport import ExportRequest, ProcessId
 
 END = -1
 RendezvousAddress = tuple[str, int] | None  # host, port; None for a rank that does not send
@@ -74,7 +61,7 @@ class BroadcastTransport(Transport):
         self.link: str | None = None
 
     def move(
-        self, version: int, changing: bool, expected: frozenset[str] | None, on_sent: Callable[[], None]
+        self, version: int, changing: bool, expected: transport.Names, on_sent: transport.OnSent
     ) -> list[SentWeights]:
         if self.link is None:
             self.link = self._connect(f"broadcast {uuid.uuid4().hex}")
@@ -82,7 +69,7 @@ class BroadcastTransport(Transport):
         arguments = self.labels, version, expected, self.config.timeout
         receiving = self.target.run(_receive_and_install, self.link, *arguments, fatal=False)
         try:
-            wait_for_both(receiving, sending)  # a reader's error includes its sender's
+            transport.wait_for_both(receiving, sending)  # a reader's error includes its sender's
             return sending.result()
         except BaseException:
             for leaving in [model.run(_leave_groups, self.link, fatal=False) for model in (self.source, self.target)]:
@@ -96,7 +83,7 @@ class BroadcastTransport(Transport):
         senders = self.source.run(_join_own_group, link, len(self.readers), self.config.timeout, fatal=False)
         readers = [endpoint.identity for endpoint in self.readers]
         arguments = link, self.device_type, addresses, readers, self.config.timeout
-        wait_for_both(senders, self.target.run(_join_sender_groups, *arguments, fatal=False))
+        transport.wait_for_both(senders, self.target.run(_join_sender_groups, *arguments, fatal=False))
         return link
 
 
@@ -113,10 +100,8 @@ class _BroadcastLink:
     buffers: deque[Tensor] = field(default_factory=deque)
 
     def next_buffer(self, size: int) -> Tensor:
-        """Return u8[size], one of two in turn: the other one is under way.
-
-        Both are kept, since new memory costs as much time as a copy.
-        """
+        """Return u8[size], one of two in turn: the other one is under way. Both are kept, since new memory costs as
+        much time as a copy."""
         oldest = self.buffers.popleft() if len(self.buffers) == 2 else None
         if oldest is None or len(oldest) < size:
             oldest = torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -132,17 +117,23 @@ class _BroadcastLink:
         self.groups.append(cast("ProcessGroup", group))  # torch's stubs give only that class its `broadcast`
 
 
-def _open_rendezvous(module: SyncModule, store: Store, link: str, device_type: str) -> RendezvousAddress:
-    """Return where readers meet this rank, if it sends. ``device_type``: `cuda` if all ranks have GPUs, else `cpu`."""
+def _open_link(module: Module, link: str, device_type: str) -> _BroadcastLink:
+    """``device_type``: `cuda` if all ranks have GPUs, else `cpu`."""
     device = module.context.device if device_type == "cuda" else device_type
-    rank_link = module.links[link] = _BroadcastLink(torch.device(device))
+    module.links[link] = _BroadcastLink(torch.device(device))
+    return module.links[link]
+
+
+def _open_rendezvous(module: Module, store: Store, link: str, device_type: str) -> RendezvousAddress:
+    """Return where readers meet this rank, if it sends."""
+    rank_link = _open_link(module, link, device_type)
     if not module.exports:
         return None
-    rank_link.server = open_store(host := find_own_address())
+    rank_link.server = transport.open_store(host := transport.find_own_address())
     return host, rank_link.server.port
 
 
-def _join_own_group(module: SyncModule, store: Store, link: str, readers: int, timeout: float) -> None:
+def _join_own_group(module: Module, store: Store, link: str, readers: int, timeout: float) -> None:
     """Join a sender's group as rank 0. Raises RuntimeError if not all readers come within ``timeout`` s."""
     rank_link: _BroadcastLink = module.links[link]
     if rank_link.server is not None:
@@ -150,7 +141,7 @@ def _join_own_group(module: SyncModule, store: Store, link: str, readers: int, t
 
 
 def _join_sender_groups(
-    module: SyncModule,
+    module: Module,
     store: Store,
     link: str,
     device_type: str,
@@ -159,15 +150,13 @@ def _join_sender_groups(
     timeout: float,
 ) -> None:
     """Join the group of every sender. Raises RuntimeError if not all ranks come within ``timeout`` s."""
-    device = module.context.device if device_type == "cuda" else device_type
-    rank_link = module.links[link] = _BroadcastLink(torch.device(device))
-    rank = 1 + readers.index(identify_process())
+    rank_link, rank = _open_link(module, link, device_type), 1 + readers.index(transport.identify_process())
     for host, port in filter(None, addresses):
         server = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
         rank_link.join_group(server, rank, 1 + len(readers), timeout)
 
 
-def _leave_groups(module: SyncModule, store: Store, link: str) -> None:
+def _leave_groups(module: Module, store: Store, link: str) -> None:
     """End the groups: after a failure their ranks would not agree on what comes next."""
     for group in module.links.pop(link, _BroadcastLink(torch.device("cpu"))).groups:
         group.shutdown()
@@ -181,20 +170,20 @@ def broadcast(group: ProcessGroup, tensor: Tensor) -> Work:
 # ---- a sender
 
 
-def send(module: SourceModule, store: Store, link: str, request: ExportRequest, size: int) -> SentWeights:
+def send(module: TrainableModule, store: Store, link: str, request: ExportRequest, size: int) -> SentWeights:
     """Broadcast this rank's weights in buckets of up to ``size`` bytes."""
     rank_link: _BroadcastLink = module.links[link]
     sizes: dict[str, int] = {}
-    with open_export(module, request) as weights:
+    with transport.open_export(module, request) as weights:
         if not rank_link.groups:
             if (item := next(weights, None)) is not None:
                 raise WeightError(f"rank {module.context.rank} yields '{item[0]}', but its `exports` is False")
             return SentWeights({})
-        sender = _BroadcastSender(rank_link, size, request.timeout)
+        sender = _BroadcastSender(rank_link, request.timeout)
         try:
-            for name, tensor in weights:
-                sizes[name] = tensor.nbytes
-                sender.add(name, tensor)
+            for bucket in pack(weights, size):
+                sizes |= {entry.name: entry.size for entry, _ in bucket}
+                sender.send(bucket)
             sender.end()
         except BaseException as problem:
             with suppress(WeightError):  # readers that cannot be told have a deadline of their own
@@ -206,37 +195,31 @@ def send(module: SourceModule, store: Store, link: str, request: ExportRequest, 
 class _BroadcastSender:
     """The buckets of a sender: one is filled while another one is under way."""
 
-    def __init__(self, link: _BroadcastLink, size: int, timeout: float) -> None:
-        self.link, self.size, self.timeout = link, size, timeout
-        self._tensors: list[tuple[TensorEntry, Tensor]] = []
-        self._filled = 0
+    def __init__(self, link: _BroadcastLink, timeout: float) -> None:
+        self.link, self.timeout = link, timeout
         self._under_way: deque[tuple[str, Work, Tensor]] = deque()
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        if self._tensors and self._filled + tensor.nbytes > self.size:
-            self._flush()
-        entry = TensorEntry(name, tensor.dtype, tuple(tensor.shape), self._filled)
-        self._tensors.append((entry, tensor))
-        self._filled += align(tensor.nbytes)
-
     def end(self, problem: str = "") -> None:
-        """Send what is left and end the stream; ``problem`` is the error that ends it too early."""
-        if self._tensors and not problem:
-            self._flush()
+        """End the stream; ``problem`` is the error that ends it too early."""
         text = _to_bytes(problem)
-        self._post(torch.tensor([END, len(text)]), text)
+        self._post("the end", torch.tensor([END, len(text)]), text)
         self._wait(0)
 
-    def _flush(self) -> None:
+    def send(self, bucket: list[tuple[TensorEntry, Tensor]]) -> None:
         self._wait(3)  # the messages of one bucket
-        payload = self.link.next_buffer(self._filled)
-        jobs = ((entry, tensor, entry.bytes(payload)) for entry, tensor in self._tensors)
-        entries = _to_bytes([_to_plain(entry, digest) for entry, digest in copy_tensors(jobs)])
-        self._post(torch.tensor([self._filled, len(entries)]), entries, payload)
-        self._tensors, self._filled = [], 0
+        last, _ = bucket[-1]
+        filled = last.offset + align(last.size)
+        payload = self.link.next_buffer(filled)
+        jobs = ((entry, tensor, entry.bytes(payload)) for entry, tensor in bucket)
+        entries = _to_bytes(
+            [
+                [e.name, str(e.dtype).removeprefix("torch."), e.shape, e.offset, digest]
+                for e, digest in copy_tensors(jobs)
+            ]
+        )
+        self._post(last.name, torch.tensor([filled, len(entries)]), entries, payload)
 
-    def _post(self, *messages: Tensor) -> None:
-        last = self._tensors[-1][0].name if self._tensors else "the end"
+    def _post(self, last: str, *messages: Tensor) -> None:
         for message in messages:
             message = message.to(self.link.device)
             self._under_way.append((last, broadcast(self.link.groups[0], message), message))
@@ -259,19 +242,11 @@ def _to_bytes(value: Any) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
-def _to_plain(entry: TensorEntry, checksum: int) -> list[Any]:
-    return [entry.name, str(entry.dtype).removeprefix("torch."), entry.shape, entry.offset, checksum]
-
-
-def _read_entry(name: str, dtype: str, shape: list[int], offset: int, checksum: int) -> tuple[TensorEntry, int]:
-    return TensorEntry(name, cast(torch.dtype, getattr(torch, dtype)), tuple(shape), offset), checksum
-
-
 # ---- a reader
 
 
 def _receive_and_install(
-    module: TargetModule,
+    module: RolloutModule,
     store: Store,
     link: str,
     senders: list[str],
@@ -284,19 +259,17 @@ def _receive_and_install(
     ready: queue.SimpleQueue[_BroadcastReceiver] = queue.SimpleQueue()
     pairs = zip(rank_link.groups, senders, strict=True)
     streams = [_BroadcastReceiver(group, rank_link.device, sender, timeout, ready) for group, sender in pairs]
-    with guard_installation(module, version), closing(_merge_streams(streams, ready)) as weights:
+    with transport.guard_installation(module, version), closing(_merge_streams(streams, ready)) as weights:
         module.load_weights(weights, version=version, adopt=False)
-        check_names([SentWeights(stream.sizes) for stream in streams], expected)
+        transport.check_names([SentWeights(stream.sizes) for stream in streams], expected)
 
 
 def _merge_streams(
     streams: list[_BroadcastReceiver], ready: queue.SimpleQueue[_BroadcastReceiver]
 ) -> Generator[tuple[str, Tensor]]:
     """Yield the verified weights of all senders. If it is closed early, it drains the streams so that senders end.
-
-    Buckets are taken as they come, not in turn. Senders may gather weights together, so that one of them has nothing
-    to send until another one's buckets are taken.
-    """
+    Buckets are taken as they come, not in turn. Senders may gather weights together, so that one of them has nothing to
+    send until another one's buckets are taken."""
     live = list(streams)
     try:
         while live:
@@ -306,7 +279,7 @@ def _merge_streams(
                 continue
             sums, payload = dict(bucket[0]), bucket[1]
             for entry, computed in checksum_tensors((entry, entry.bytes(payload)) for entry in sums):
-                check_sum(entry.name, computed, sums[entry])
+                transport.check_sum(entry.name, computed, sums[entry])
                 yield entry.name, entry.tensor(payload)
     finally:
         for stream in live:
@@ -314,10 +287,8 @@ def _merge_streams(
 
 
 class _BroadcastReceiver:
-    """The buckets of one sender.
-
-    A thread receives the next bucket while the last one is installed, and puts this object into ``ready`` for each.
-    """
+    """The buckets of one sender. A thread receives the next bucket while the last one is installed, and puts this
+    object into ``ready`` for each."""
 
     def __init__(
         self,
@@ -368,9 +339,13 @@ class _BroadcastReceiver:
             while True:
                 first, second = self._wait(2, torch.int64).tolist()
                 note = json.loads(self._wait(second).cpu().numpy().tobytes())
-                self._put(note if first == END else ([_read_entry(*fields) for fields in note], self._wait(first)))
                 if first == END:
-                    return
+                    return self._put(note)
+                entries = [
+                    (TensorEntry(name, getattr(torch, dtype), tuple(shape), offset), checksum)
+                    for name, dtype, shape, offset, checksum in note
+                ]
+                self._put((entries, self._wait(first)))
         except RuntimeError as problem:
             self._put(problem)
 

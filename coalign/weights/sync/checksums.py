@@ -94,22 +94,16 @@ def checksum_tensors(tensors: Iterable[tuple[Key, Tensor]], turn: int | None = N
 def _gather(
     jobs: Iterable[tuple[Key, tuple[Tensor, ...]]],
 ) -> Iterator[tuple[list[tuple[Key, int]], list[tuple[Tensor, ...]]]]:
-    """Cut the tensors u8[n] of each job, all of one size, into blocks; yield them about AT_ONCE bytes at a time.
-
-    Each item has the keys of the jobs with their numbers of blocks, and the blocks.
-    """
+    """Cut the tensors u8[n] of each job, all of one size, into blocks; yield them about AT_ONCE bytes at a time. Each
+    item has the keys of the jobs with their numbers of blocks, and the blocks."""
     keys: list[tuple[Key, int]] = []
     blocks: list[tuple[Tensor, ...]] = []
     size = 0
     for key, tensors in jobs:
         tensor_size = tensors[0].numel()
-        if tensor_size <= BLOCK:
-            keys.append((key, 1))
-            blocks.append(tensors)
-        else:
-            cut = [tuple(tensor[start:stop] for tensor in tensors) for start, stop in split_blocks(tensor_size)]
-            keys.append((key, len(cut)))
-            blocks += cut
+        cut = [tuple(tensor[start:stop] for tensor in tensors) for start, stop in split_blocks(tensor_size)]
+        keys.append((key, len(cut)))
+        blocks += cut
         size += tensor_size
         if size >= AT_ONCE:
             yield keys, blocks

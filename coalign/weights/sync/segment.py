@@ -1,8 +1,8 @@
 """Memory that several processes of one host share: segments, the tensors in them, and the journal of a sync.
 
-A segment has no name (memfd_create). So it is no file in /dev/shm, whose size containers limit to 64 MiB, and it is
-freed with the last process that maps it, however that process ended. Others open it through the creator's entry in
-/proc, so they must see that process: the same user in the same container.
+A segment has no name (memfd_create): it is no file in /dev/shm, whose size containers limit to 64 MiB, and it is freed
+with the last process that maps it. Others open it through the creator's entry in /proc, as the same user in the same
+container.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import pickle
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -55,15 +55,27 @@ def align(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+def pack(weights: Iterable[tuple[str, Tensor]], size: int) -> Iterator[list[tuple[TensorEntry, Tensor]]]:
+    """Yield buckets of at most ``size`` bytes, in the order of the weights; a larger tensor has one of its own."""
+    bucket: list[tuple[TensorEntry, Tensor]] = []
+    filled = 0
+    for name, tensor in weights:
+        if bucket and filled + tensor.nbytes > size:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append((TensorEntry(name, tensor.dtype, tuple(tensor.shape), filled), tensor))
+        filled += align(tensor.nbytes)
+    if bucket:
+        yield bucket
+
+
 class HostMemoryFull(MemoryError):
     """The host has no memory left for weights under way."""
 
 
 class SharedMemorySegment:
-    """Bytes u8[size] of shared memory.
-
-    One process creates it; others open its ``address`` and may only read: writing ends them with SIGSEGV.
-    """
+    """Bytes u8[size] of shared memory. One process creates it; others open its ``address`` and may only read: writing
+    ends them with SIGSEGV."""
 
     def __init__(self, address: Address, mapped: mmap.mmap) -> None:
         self.address = address
@@ -144,11 +156,8 @@ class SyncJournal:
         self.header[2] = state
 
     def follow(self, sync: int, timeout: float, sender: str) -> Iterator[Any]:
-        """Yield the records of a sync, from the first to the last, as they are written.
-
-        Raises WeightError, naming ``sender``, if it breaks off, goes on with another sync, ends, or writes nothing for
-        ``timeout`` seconds.
-        """
+        """Yield the records of a sync, from the first to the last, as they are written. Raises WeightError, naming
+        ``sender``, if it breaks off, goes on with another sync, ends, or writes nothing for ``timeout`` seconds."""
         read, last, heard = 0, None, time.monotonic()
         while True:
             # The state after the number, to which it belongs, and before the count, which is final once it ended.

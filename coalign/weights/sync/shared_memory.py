@@ -1,8 +1,7 @@
 """Transport between processes of one host, through memory that all of them map.
 
-A sender writes each tensor once, and every reader on the host finds it there. A reader that can (``Module.adopts``)
-computes with it in place. Then there are two sides, written in turn: version n + 1 goes to one while readers compute
-with n on the other. Weights that training does not change are written once.
+A sender writes each tensor once. A reader that can (``Module.adopts``) computes with it in place. Then there are two
+sides, written in turn: version n + 1 goes to one while readers compute with n on the other.
 
 Readers follow the senders' journals, so they verify while senders write; one of the readers verifies each tensor. With
 ``sync.verify: rotating`` all bytes are verified when a side is written for the first time and after a sync that
@@ -12,44 +11,32 @@ failed; then an eighth of every block, another eighth each time.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from coalign.cluster.future import Store
+from coalign.weights.sync import transport
 from coalign.weights.sync.checksums import checksum_tensors, copy_tensors
 from coalign.weights.sync.segment import Address, JournalState, SharedMemorySegment, SyncJournal, TensorEntry, align
-from coalign.weights.sync.transport import (
-    ExportRequest,
-    ProcessId,
-    SentWeights,
-    SourceModule,
-    StagedTransport,
-    SyncModule,
-    TargetModule,
-    WeightError,
-    check_sum,
-    forget_link,
-    guard_installation,
-    identify_process,
-    open_export,
-    wait_for_both,
-)
+from coalign.weights.sync.transport import SentWeights, StagedTransport, WeightError
+
+if TYPE_CHECKING:
+    from coalign.backends.base import Module, TrainableModule
+    from coalign.backends.engines.rollout_module import RolloutModule
+    from coalign.weights.sync.transport import ExportRequest, ProcessId
 
 MIN_SEGMENT_BYTES = 16 * 2**20  # later segments are as large as all earlier ones together
 MAX_SEGMENT_BYTES = 2**30
 
 
 class _DeviceSegment:
-    """Bytes u8[size] of a GPU's memory.
-
-    One process creates it; others open its ``address`` and may only read.
-    """
+    """Bytes u8[size] of a GPU's memory. One process creates it; others open its ``address`` and may only read."""
 
     def __init__(self, address: Any, data: Tensor) -> None:
         self.address, self.bytes = address, data
@@ -91,9 +78,9 @@ class SharedMemoryTransport(StagedTransport):
 
     def close(self) -> None:
         for model in (self.source, self.target):
-            model.run(forget_link, self.link, fatal=False).result()
+            model.run(transport.forget_link, self.link, fatal=False).result()
 
-    def stage(self, version: int, changing: bool, on_sent: Callable[[], None]) -> list[SentWeights]:
+    def stage(self, version: int, changing: bool, on_sent: transport.OnSent) -> list[SentWeights]:
         if not self.journals:
             self.journals = self.source.run(_open_sender_memory, self.link, self.segment, fatal=False).result()
         self.syncs += 1
@@ -105,7 +92,7 @@ class SharedMemoryTransport(StagedTransport):
         readers = [endpoint.identity for endpoint in self.readers]
         arguments = self.segment, self.source.name, self.journals, readers, self.syncs, turn, self.config.timeout
         receiving = self.target.run(receive, self.link, *arguments, fatal=False)
-        sent = wait_for_both(sending, receiving, on_sent)
+        sent = transport.wait_for_both(sending, receiving, on_sent)
         total = sum(len(rank.sizes) for rank in sent)
         if any(count != total for count in receiving.result()):
             raise WeightError(f"{total} weights were sent, and the readers found {receiving.result()}")
@@ -163,14 +150,14 @@ class _ReaderMemory:
         return self._segments[entry.segment].bytes
 
 
-def _open_sender_memory(module: SyncModule, store: Store, link: str, segment: type[Segment]) -> Address:
+def _open_sender_memory(module: Module, store: Store, link: str, segment: type[Segment]) -> Address:
     """Make this rank's memory; return the address of its journal."""
     module.links[link] = _SenderMemory(segment, module.context.device)
     return module.links[link].journal.address
 
 
 def send(
-    module: SourceModule, store: Store, link: str, sync: int, request: ExportRequest, side: int, turn: int | None
+    module: TrainableModule, store: Store, link: str, sync: int, request: ExportRequest, side: int, turn: int | None
 ) -> SentWeights:
     """Write this rank's weights, and a journal of them, to one side. ``turn``: see checksums.py."""
     memory: _SenderMemory = module.links[link]
@@ -185,7 +172,7 @@ def send(
             yield entry, tensor, segment.bytes[offset : offset + size]
 
     try:
-        with open_export(module, request) as weights:
+        with transport.open_export(module, request) as weights:
             for entry, checksum in copy_tensors(jobs(weights), turn):
                 journal.append(entry(checksum))
     except BaseException:
@@ -196,7 +183,7 @@ def send(
 
 
 def receive(
-    module: SyncModule,
+    module: Module,
     store: Store,
     link: str,
     segment: type[Segment],
@@ -207,15 +194,13 @@ def receive(
     turn: int | None,
     timeout: float,
 ) -> int:
-    """Follow the senders to their end; return how many weights came.
-
-    Raises WeightError unless those that this reader verifies arrived as they were sent.
-    """
+    """Follow the senders to their end; return how many weights came. Raises WeightError unless those that this reader
+    verifies arrived as they were sent."""
     if link not in module.links:
         module.links[link] = _ReaderMemory(segment, journals)
     memory: _ReaderMemory = module.links[link]
     memory.entries, memory.received = [], 0
-    reader = readers.index(identify_process())
+    reader = readers.index(transport.identify_process())
 
     def follow_share() -> Iterator[tuple[_WrittenTensor, Tensor]]:
         for rank, journal in enumerate(memory.journals):
@@ -225,17 +210,17 @@ def receive(
                     yield entry, entry.bytes(memory.memory(entry))
 
     for entry, computed in checksum_tensors(follow_share(), turn):
-        check_sum(entry.name, computed, entry.checksum)
+        transport.check_sum(entry.name, computed, entry.checksum)
     memory.received = sync
     return len(memory.entries)
 
 
-def install(module: TargetModule, store: Store, link: str, sync: int, version: int, adopt: bool) -> None:
+def install(module: RolloutModule, store: Store, link: str, sync: int, version: int, adopt: bool) -> None:
     memory: _ReaderMemory = module.links[link]
     if memory.received != sync:
         raise WeightError(f"the weights of version {version} did not arrive complete, so they cannot be installed")
     weights = ((entry.name, entry.tensor(memory.memory(entry))) for entry in memory.entries)
-    with guard_installation(module, version):
+    with transport.guard_installation(module, version):
         module.load_weights(weights, version=version, adopt=adopt)
 
 

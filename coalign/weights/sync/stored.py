@@ -11,10 +11,10 @@ import logging
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,17 +24,15 @@ from torch import Tensor
 
 from coalign.cluster.future import Store
 from coalign.files import move_aside, write_atomically
+from coalign.weights.sync import transport
 from coalign.weights.sync.checksums import checksum, tensor_bytes
-from coalign.weights.sync.transport import (
-    ExportRequest,
-    SentWeights,
-    SourceModule,
-    StagedTransport,
-    TargetModule,
-    check_sum,
-    guard_installation,
-    open_export,
-)
+from coalign.weights.sync.segment import pack
+from coalign.weights.sync.transport import SentWeights, StagedTransport
+
+if TYPE_CHECKING:
+    from coalign.backends.base import TrainableModule
+    from coalign.backends.engines.rollout_module import RolloutModule
+    from coalign.weights.sync.transport import ExportRequest
 
 log = logging.getLogger(__name__)
 FILE = re.compile(r"rank_\d+-\d+\.safetensors")
@@ -50,9 +48,16 @@ class _PackedTensor:
     data: np.ndarray
     checksum: int
 
+    @staticmethod
+    def of(name: str, tensor: Tensor, written: int | None = None) -> _PackedTensor:
+        """Pack a tensor, on the host without a copy. ``written``: the checksum that it was stored with."""
+        data = tensor_bytes(tensor)
+        written = checksum(data) if written is None else written
+        return _PackedTensor(name, tensor.dtype, tuple(tensor.shape), data, written)
+
     def verify(self) -> None:
         """Raise WeightError if the bytes are not those that were packed."""
-        check_sum(self.name, checksum(self.data), self.checksum)
+        transport.check_sum(self.name, checksum(self.data), self.checksum)
 
     def tensor(self) -> Tensor:
         """Return a view of the data. Do not write to it: other processes may share the data."""
@@ -63,63 +68,51 @@ class _PackedTensor:
             return torch.from_numpy(self.data).view(self.dtype).view(self.shape)
 
 
-def pack(weights: Iterable[tuple[str, Tensor]], size: int) -> Iterator[list[_PackedTensor]]:
-    """Yield buckets of at most ``size`` bytes, in the order of the weights; a larger tensor has one of its own.
-
-    Tensors on the host are not copied: a bucket shows later changes until it is stored.
-    """
-    bucket: list[_PackedTensor] = []
-    filled = 0
-    for name, tensor in weights:
-        if bucket and filled + tensor.nbytes > size:
-            yield bucket
-            bucket, filled = [], 0
-        data = tensor_bytes(tensor)
-        bucket.append(_PackedTensor(name, tensor.dtype, tuple(tensor.shape), data, checksum(data)))
-        filled += len(data)
-    if bucket:
-        yield bucket
-
-
 class ObjectStoreTransport(StagedTransport):
     """Buckets in the cluster's object store."""
 
-    def stage(self, version: int, changing: bool, on_sent: Callable[[], None]) -> list[SentWeights]:
-        sent = self.source.run(_export_buckets, self.request(changing), self.bucket_bytes, fatal=False).result()
+    def stage(self, version: int, changing: bool, on_sent: transport.OnSent) -> list[SentWeights]:
+        sent = self.export(version, changing)
         on_sent()
-        self.target.run(verify_buckets, _references(sent), fatal=False).result()
+        self.target.run(verify_buckets, _references(sent), self.folder(version), fatal=False).result()
         return sent
 
     def install(self, version: int, sent: list[SentWeights]) -> None:
-        self.target.run(_install_buckets, _references(sent), version, fatal=False).result()
+        arguments = _references(sent), version, self.folder(version)
+        self.target.run(_install_buckets, *arguments, fatal=False).result()
+
+    def export(self, version: int, changing: bool, directory: str | None = None) -> list[SentWeights]:
+        arguments = self.request(changing), self.bucket_bytes, directory
+        return self.source.run(_export_buckets, *arguments, fatal=False).result()
+
+    def folder(self, version: int) -> str | None:
+        """The directory of the files; None: there are none."""
 
 
-class DiskTransport(StagedTransport):
+class DiskTransport(ObjectStoreTransport):
     """Buckets in safetensors files; each reference is a file's name, and the checksum of each tensor in it."""
 
-    def stage(self, version: int, changing: bool, on_sent: Callable[[], None]) -> list[SentWeights]:
-        final, request = self._folder(version), self.request(changing)
+    def export(self, version: int, changing: bool, directory: str | None = None) -> list[SentWeights]:
+        final = Path(self.folder(version))
         with write_atomically(final) as aside:
             aside.mkdir(parents=True)
-            sent = self.source.run(_export_buckets, request, self.bucket_bytes, str(aside), fatal=False).result()
+            sent = super().export(version, changing, str(aside))
             if _is_version(final):
                 shutil.rmtree(final)
             elif final.exists():
                 log.warning("%s holds no weights of a sync; it is now %s", final, move_aside(final))
-        on_sent()
-        self.target.run(verify_buckets, _references(sent), str(final), fatal=False).result()
         return sent
 
     def install(self, version: int, sent: list[SentWeights]) -> None:
-        final = self._folder(version)
-        self.target.run(_install_buckets, _references(sent), version, str(final), fatal=False).result()
+        super().install(version, sent)
+        final = Path(self.folder(version))
         for folder in final.parent.glob("version_*"):
             if folder != final and _is_version(folder):
                 shutil.rmtree(folder)
 
-    def _folder(self, version: int) -> Path:
+    def folder(self, version: int) -> str:
         assert self.config.directory is not None  # the run folder's, unless the user set one
-        return Path(self.config.directory) / f"version_{version}"
+        return str(Path(self.config.directory) / f"version_{version}")
 
 
 def _is_version(folder: Path) -> bool:
@@ -135,13 +128,14 @@ def _references(sent: list[SentWeights]) -> list[Any]:
 
 
 def _export_buckets(
-    module: SourceModule, store: Store, request: ExportRequest, size: int, directory: str | None = None
+    module: TrainableModule, store: Store, request: ExportRequest, size: int, directory: str | None = None
 ) -> SentWeights:
     """Store this rank's weights in buckets of up to ``size`` bytes."""
     references: list[Any] = []
     sizes: dict[str, int] = {}
-    with open_export(module, request) as weights:
-        for bucket in pack(weights, size):
+    with transport.open_export(module, request) as weights:
+        for entries in pack(weights, size):
+            bucket = [_PackedTensor.of(entry.name, tensor) for entry, tensor in entries]
             if directory is None:
                 references.append(store.put(bucket))
             else:
@@ -160,19 +154,18 @@ def _read_buckets(store: Store, references: list[Any], directory: str | None) ->
         file, checksums = reference
         with safe_open(Path(directory) / file, "pt") as tensors:
             for name, written in checksums.items():
-                tensor = tensors.get_tensor(name)
-                yield _PackedTensor(name, tensor.dtype, tuple(tensor.shape), tensor_bytes(tensor), written)
+                yield _PackedTensor.of(name, tensors.get_tensor(name), written)
 
 
-def verify_buckets(module: TargetModule, store: Store, references: list[Any], directory: str | None = None) -> None:
+def verify_buckets(module: RolloutModule, store: Store, references: list[Any], directory: str | None = None) -> None:
     """Raise WeightError unless everything arrived as it was sent."""
     for packed in _read_buckets(store, references, directory):
         packed.verify()
 
 
 def _install_buckets(
-    module: TargetModule, store: Store, references: list[Any], version: int, directory: str | None = None
+    module: RolloutModule, store: Store, references: list[Any], version: int, directory: str | None = None
 ) -> None:
     weights = ((packed.name, packed.tensor()) for packed in _read_buckets(store, references, directory))
-    with guard_installation(module, version):
+    with transport.guard_installation(module, version):
         module.load_weights(weights, version=version, adopt=False)

@@ -15,19 +15,12 @@ from coalign.cluster.future import WorkerError, WorkerLost
 from coalign.config.schema import SyncConfig
 from coalign.threads import begin_in_thread
 from coalign.types import Stats, Total
+from coalign.weights.sync import transport
 from coalign.weights.sync.broadcast import BroadcastTransport
 from coalign.weights.sync.segment import HostMemoryFull
 from coalign.weights.sync.shared_memory import CudaIpcTransport, SharedMemoryTransport
 from coalign.weights.sync.stored import DiskTransport, ObjectStoreTransport
-from coalign.weights.sync.transport import (
-    DamagedWeights,
-    LiveTensorTransport,
-    TensorCopyTransport,
-    Transport,
-    WeightEndpoint,
-    WeightError,
-    describe_endpoint,
-)
+from coalign.weights.sync.transport import DamagedWeights, Transport, WeightEndpoint, WeightError
 
 if TYPE_CHECKING:
     from coalign.cluster.dist import DistModel
@@ -45,9 +38,7 @@ TRANSPORTS = {
 
 class WeightSync:
     """Gives the weights of ``source`` to ``target``, with a version that the target reports for every token it samples.
-
-    ``overlap``: the target computes while the source trains, so it needs a copy of its own.
-    """
+    ``overlap``: the target computes while the source trains, so it needs a copy of its own."""
 
     def __init__(
         self, source: DistModel, target: DistModel, config: SyncConfig | None = None, *, overlap: bool = False
@@ -122,9 +113,7 @@ class WeightSync:
 
     def _move(self, version: int, on_sent: Callable[[], None]) -> int:
         """Move the weights; return the bytes. Lost replicas are replaced, and then all weights go to all replicas.
-
-        Weights that arrive damaged are sent again, up to MAX_DAMAGED times.
-        """
+        Weights that arrive damaged are sent again, up to MAX_DAMAGED times."""
         slices, damaged = self.target.slices, 0
         while True:
             start = time.monotonic()
@@ -169,8 +158,8 @@ class WeightSync:
 def _choose_transport(source: DistModel, target: DistModel, config: SyncConfig, overlap: bool) -> Transport:
     """Return the transport that ``config`` names or, for `auto`, the one that fits the placement of the ranks."""
     if config.transport == "auto" and source.store.in_process and target.store.in_process:
-        return (TensorCopyTransport if overlap else LiveTensorTransport)(source, target, config)
-    senders, readers = (model.run(describe_endpoint).result() for model in (source, target))
+        return (transport.TensorCopyTransport if overlap else transport.LiveTensorTransport)(source, target, config)
+    senders, readers = (model.run(transport.describe_endpoint).result() for model in (source, target))
     name = config.transport
     if name == "auto":
         name = choose_transport_name([*senders, *readers], source.takes_turns_with(target))

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,11 +25,14 @@ from coalign.config.schema import SyncConfig
 from coalign.devices import find_gpu_uuid
 
 if TYPE_CHECKING:
+    from coalign.backends.base import Module, TrainableModule
+    from coalign.backends.engines.rollout_module import RolloutModule
     from coalign.cluster.dist import DistModel
-    from coalign.roles import Context
 
 ProcessId = tuple[str, int]  # host, process number
 Weights = Iterable[tuple[str, Tensor]]  # Hugging Face names and full tensors
+Names = frozenset[str] | None  # those that have to arrive, if known
+OnSent = Callable[[], None]
 
 
 class WeightError(RuntimeError):
@@ -40,44 +43,14 @@ class DamagedWeights(WeightError):
     """A weight arrived with other bytes than it was sent with; sent again, it may arrive intact."""
 
 
-class SyncModule(Protocol):
-    """The members of a worker's module that every transport uses (coalign.backends.base.Module)."""
-
-    adopts: ClassVar[bool]
-    links: dict[str, Any]  # what transports keep from one sync to the next
-    unfit: str | None  # why this replica must not serve
-
-    @property
-    def context(self) -> Context: ...
-    @property
-    def exports(self) -> bool: ...
-    @property
-    def weights_dtype(self) -> torch.dtype | None: ...
-
-
-class SourceModule(SyncModule, Protocol):
-    """A module that sends its weights."""
-
-    def export_weights(self, *, changing: bool = False) -> Iterator[tuple[str, Tensor]]: ...
-
-
-class TargetModule(SyncModule, Protocol):
-    """A module that takes weights."""
-
-    def load_weights(self, weights: Weights, *, version: int, adopt: bool = False) -> None: ...
-
-
 # ---- where ranks are
 
 
 @dataclass(frozen=True, slots=True)
 class WeightEndpoint:
-    """One rank of a model.
-
-    ``host`` is equal for processes that see each other in /proc. ``gpu``: the id of its device; None on a CPU.
-    ``sends``: it exports weights. ``adopts``: it can compute with the tensors that it is given.
-    ``dtype``: the one that all its weights are cast to; None if they have several.
-    """
+    """One rank of a model. ``host`` is equal for processes that see each other in /proc. ``gpu``: the id of its device;
+    None on a CPU. ``sends``: it exports weights. ``adopts``: it can compute with the tensors that it is given.
+    ``dtype``: the one that all its weights are cast to; None if they have several."""
 
     host: str
     process: int
@@ -92,7 +65,7 @@ class WeightEndpoint:
         return self.host, self.process
 
 
-def describe_endpoint(module: SyncModule, store: Store) -> WeightEndpoint:
+def describe_endpoint(module: Module, store: Store) -> WeightEndpoint:
     host, process = identify_process()
     device, gpu = module.context.device, find_gpu_uuid(module.context.device)
     return WeightEndpoint(host, process, device, gpu, module.exports, module.adopts, module.weights_dtype)
@@ -105,10 +78,8 @@ def identify_process() -> ProcessId:
 
 
 def find_own_address() -> str:
-    """Return the address of the interface with the default route, or of the loopback without a network.
-
-    Nothing is sent.
-    """
+    """Return the address of the interface with the default route, or of the loopback without a network. Nothing is
+    sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 1))
@@ -118,10 +89,8 @@ def find_own_address() -> str:
 
 
 def open_store(host: str, port: int = 0) -> TCPStore:
-    """Open the store where ranks meet, on the interface of ``host`` alone; torch's own listens on all of them.
-
-    ``port`` 0: any free one.
-    """
+    """Open the store where ranks meet, on the interface of ``host`` alone; torch's own listens on all of them. ``port``
+    0: any free one."""
     listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     free_port = listener.getsockname()[1]
     return TCPStore(host, free_port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -132,11 +101,8 @@ def open_store(host: str, port: int = 0) -> TCPStore:
 
 @dataclass(frozen=True, slots=True)
 class ExportRequest:
-    """The weights that a source rank has to send.
-
-    ``changing``: only the weights that training changes. ``dtype``: floating-point weights of a wider type are cast to
-    it. ``timeout``: seconds that the next weight may take.
-    """
+    """The weights that a source rank has to send. ``changing``: only the weights that training changes. ``dtype``:
+    floating-point weights of a wider type are cast to it. ``timeout``: seconds that the next weight may take."""
 
     changing: bool
     dtype: torch.dtype | None
@@ -153,10 +119,8 @@ class SentWeights:
 
 @dataclass(eq=False)
 class Transport(ABC):
-    """Moves the weights of one model to all replicas of another.
-
-    ``senders``, ``readers``: the endpoints of the two models' ranks (none within one process).
-    """
+    """Moves the weights of one model to all replicas of another. ``senders``, ``readers``: the endpoints of the two
+    models' ranks (none within one process)."""
 
     source: DistModel
     target: DistModel
@@ -185,9 +149,7 @@ class Transport(ABC):
         return self.config.bucket_mib * 2**20
 
     @abstractmethod
-    def move(
-        self, version: int, changing: bool, expected: frozenset[str] | None, on_sent: Callable[[], None]
-    ) -> list[SentWeights]:
+    def move(self, version: int, changing: bool, expected: Names, on_sent: OnSent) -> list[SentWeights]:
         """Return what each rank sent, once every replica serves ``version``.
 
         ``changing``: send only the weights that training changes; the target has the rest. ``expected``: the names
@@ -199,20 +161,16 @@ class Transport(ABC):
 class StagedTransport(Transport):
     """A transport that keeps all new weights beside those in use until every one of them is verified."""
 
-    def move(
-        self, version: int, changing: bool, expected: frozenset[str] | None, on_sent: Callable[[], None]
-    ) -> list[SentWeights]:
+    def move(self, version: int, changing: bool, expected: Names, on_sent: OnSent) -> list[SentWeights]:
         sent = self.stage(version, changing, on_sent)
         check_names(sent, expected)
         self.install(version, sent)
         return sent
 
     @abstractmethod
-    def stage(self, version: int, changing: bool, on_sent: Callable[[], None]) -> list[SentWeights]:
-        """Send the weights and call ``on_sent``; return once every target rank has verified them.
-
-        All still serve their old version.
-        """
+    def stage(self, version: int, changing: bool, on_sent: OnSent) -> list[SentWeights]:
+        """Send the weights and call ``on_sent``; return once every target rank has verified them. All still serve their
+        old version."""
 
     @abstractmethod
     def install(self, version: int, sent: list[SentWeights]) -> None:
@@ -255,10 +213,8 @@ def _check_unique(weights: Weights) -> Iterator[tuple[str, Tensor]]:
 
 
 def wait_for_both(first: Future, second: Future, on_first: Callable[[], None] = lambda: None) -> Any:
-    """Return the first result once both calls are done, and call ``on_first`` once that one is.
-
-    If both fail, raise the first one's error.
-    """
+    """Return the first result once both calls are done, and call ``on_first`` once that one is. If both fail, raise the
+    first one's error."""
     try:
         result = first.result()
     except BaseException:
@@ -271,7 +227,7 @@ def wait_for_both(first: Future, second: Future, on_first: Callable[[], None] = 
 
 
 @contextmanager
-def open_export(module: SourceModule, request: ExportRequest) -> Iterator[Iterator[tuple[str, Tensor]]]:
+def open_export(module: TrainableModule, request: ExportRequest) -> Iterator[Iterator[tuple[str, Tensor]]]:
     """Yield an iterator over this rank's weights, cast as ``request`` says.
 
     It raises WeightError for a repeated name, and after a weight that took longer than the timeout. (Callers have
@@ -299,13 +255,13 @@ def open_export(module: SourceModule, request: ExportRequest) -> Iterator[Iterat
             pass
 
 
-def forget_link(module: SyncModule, store: Store, link: str) -> None:
+def forget_link(module: Module, store: Store, link: str) -> None:
     """Drop what a transport keeps in a worker."""
     module.links.pop(link, None)
 
 
 @contextmanager
-def guard_installation(module: SyncModule, version: int) -> Iterator[None]:
+def guard_installation(module: Module, version: int) -> Iterator[None]:
     """Let the module refuse to serve unless the block succeeds: its weights would be of two versions."""
     module.unfit = f"the weights of version {version} were installed in part only; it needs a complete sync"
     yield
@@ -313,16 +269,12 @@ def guard_installation(module: SyncModule, version: int) -> Iterator[None]:
 
 
 class LiveTensorTransport(Transport):
-    """Hands over the live tensors; nothing is copied.
-
-    For models that never compute at once, since training changes the tensors in place.
-    """
+    """Hands over the live tensors; nothing is copied. For models that never compute at once, since training changes the
+    tensors in place."""
 
     adopt = True
 
-    def move(
-        self, version: int, changing: bool, expected: frozenset[str] | None, on_sent: Callable[[], None]
-    ) -> list[SentWeights]:
+    def move(self, version: int, changing: bool, expected: Names, on_sent: OnSent) -> list[SentWeights]:
         [weights] = self.source.run(_open_live_weights, changing, fatal=False).result()
         sent = self.target.run(load_weights, weights, version, self.adopt, fatal=False, beside=[self.source]).result()
         check_names(sent, expected)
@@ -335,12 +287,12 @@ class TensorCopyTransport(LiveTensorTransport):
     adopt = False
 
 
-def _open_live_weights(module: SourceModule, store: Store, changing: bool) -> Weights:
+def _open_live_weights(module: TrainableModule, store: Store, changing: bool) -> Weights:
     """Return the module's own tensors; a weight that is merged from several is made when the target takes it."""
     return _check_unique(module.export_weights(changing=changing))
 
 
-def load_weights(module: TargetModule, store: Store, weights: Weights, version: int, adopt: bool) -> SentWeights:
+def load_weights(module: RolloutModule, store: Store, weights: Weights, version: int, adopt: bool) -> SentWeights:
     """Let the module serve these tensors, or their present values; return their sizes."""
     sizes: dict[str, int] = {}
 

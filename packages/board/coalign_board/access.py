@@ -118,11 +118,8 @@ class RequestGuard:
 
 def list_own_names(host: str) -> tuple[str, ...]:
     """Return the names under which this machine's board may be asked for: the one it is bound to, and its own."""
-    return (host, socket.gethostname(), socket.getfqdn()) if not _is_loopback(host) else (host,)
-
-
-def _is_loopback(host: str) -> bool:
-    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+    is_loopback = host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+    return (host,) if is_loopback else (host, socket.gethostname(), socket.getfqdn())
 
 
 def _is_address(name: str) -> bool:

@@ -140,7 +140,12 @@ class BoardEndpoints:
 
     async def compare(self, request: Request) -> Response:
         """Return what is different between the runs in `runs`, a list in JSON."""
-        return await _run(lambda: _send_json(self._compare(request.query_params)))
+
+        def read() -> Response:
+            names = read_list(request.query_params, "runs", _MAX_COMPARED_RUNS)
+            return _send_json(compare_configurations([self.catalog.find(run) for run in names]))
+
+        return await _run(read)
 
     async def read_run(self, request: Request) -> Response:
         """Return what a reader says of a run. A path that it returns is sent as a file."""
@@ -174,9 +179,6 @@ class BoardEndpoints:
             except (OSError, ValueError):  # deleted since the folders were searched
                 continue
         return {"root": self.catalog.root.name, "can_control": self.can_control, "runs": runs}
-
-    def _compare(self, params: Mapping[str, str]) -> dict[str, Any]:
-        return compare_configurations([self.catalog.find(run) for run in read_list(params, "runs", _MAX_COMPARED_RUNS)])
 
     def _read_state(self, folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
         return self._summaries.summarise(folder) | {"can_control": self.can_control}

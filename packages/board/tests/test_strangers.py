@@ -304,6 +304,7 @@ def test_nesting_is_measured_outside_of_texts():
 
 
 HOSTS = (
+    "evil.example", "evil.example:7070", "", "[::1", "a b",
     "[::1].evil.example", "[::1]evil.example", "[::1]:80.evil.example", "[::1]@evil.example", "[::1]:", "[::1]]", "[]",
     "localhost.evil.example", "localhost:80@evil.example", "localhost:80.evil.example", "localhost@evil.example",
     "evil.example:localhost", "localhost.", "127.0.0.1.evil.example", "127.0.0.1@evil.example", "127.0.0.1:80@evil",
@@ -320,7 +321,16 @@ def test_hosts_that_only_begin_or_end_like_this_machine_are_refused(host, folder
 
 
 @pytest.mark.parametrize(
-    "host", ["LocalHost:65535", "[::1]", "[::FFFF:127.0.0.1]:80", "[0:0:0:0:0:0:0:1]:7070", "ME.example:1"]
+    "host",
+    [
+        "localhost",
+        "LocalHost:65535",
+        "[::1]",
+        "[::FFFF:127.0.0.1]:80",
+        "[0:0:0:0:0:0:0:1]:7070",
+        "10.0.0.3",
+        "ME.example:1",
+    ],
 )
 def test_hosts_of_this_machine_are_answered(host, folder):
     client = TestClient(build_board(folder.parent, names=("me.example",)), base_url=HOST)

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from coalign.backends.scorers.reward_functions import build_reward_function
 from coalign.config.errors import ConfigError
 from coalign.config.schema import RewardConfig
-from coalign.rewards.calls import GiveUp, RewardCaller, RewardFailure, read_outcomes
+from coalign.rewards.calls import GiveUp, RewardFailure, read_outcomes
 from coalign.services import ServiceError
 from coalign_graders.services.client import _retry_after
 from coalign_graders.services.remote import Remote, read_answer
-from packages.graders.tests.service import Service, lengths
+from packages.graders.tests.service import lengths
 from tests.fuzzing import CASES, JSON, damage, try_cases
 from tests.rewards.samples import sample
 
@@ -30,26 +30,6 @@ def said(response, **row):
 
 
 SAMPLES = [said("x" * i, group=i // 2, index=i % 2, answer=f"a{i}") for i in range(10)]
-
-
-@pytest.fixture
-def caller():
-    caller = RewardCaller()
-    yield caller
-    caller.close()
-
-
-@pytest.fixture
-def service():
-    made = []
-
-    def make(*answers, answer=lengths):
-        made.append(Service(answer, answers))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
 
 
 def remote(*services, **settings):

@@ -8,13 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from coalign.backends.base import Objective
 from coalign.cluster.cluster import plan_slots
 from coalign.cluster.placement.nodes import Node, assign_nodes
 from coalign.cluster.placement.slots import Slot, list_slots
 from coalign.config.errors import ConfigError, ConfigProblem
 from coalign.config.schema import RunConfig
-from coalign.launch.plan import find_recipe, find_shared_bases
+from coalign.launch.plan import find_shared_bases, outline_run
 
 USUAL_DEVICES = 8  # a node has so many, if nobody says another number
 
@@ -59,21 +58,15 @@ def size_cluster(config: RunConfig, nodes: int | None = None, devices: int | Non
 
 
 def _find_slots(config: RunConfig) -> list[Slot]:
-    """Return the slots with devices of the models that run."""
-    models = {name: config.models[name] for name in list_started_models(config)}
-    return [slot for slot in list_slots(plan_slots(models, config.runtime.colocation)) if slot.devices]
+    """Return the slots of the models that have devices. Reward functions need not be importable here."""
+    roles = outline_run(config).roles
+    judges = {reward.model for reward in config.reward}
+    models = {name: model for name, model in config.models.items() if name in roles or name in judges}
+    shared = find_shared_bases({name: role for name, role in roles.items() if name in models}, models)
+    started = {name: model for name, model in models.items() if name not in shared}
+    return [slot for slot in list_slots(plan_slots(started, config.runtime.colocation)) if slot.devices]
 
 
 def _device_units(slot: Slot) -> list[list[int]]:
     """The devices of a slot that have to be on one node."""
     return [[position for position in unit if position < slot.devices] for unit in slot.units if unit[0] < slot.devices]
-
-
-def list_started_models(config: RunConfig) -> list[str]:
-    """Return the models that get processes of their own, as the recipe says."""
-    loss = Objective.of(config.loss, "loss") if config.loss else None
-    roles = find_recipe(config.algorithm).roles(config, loss)
-    judges = {reward.model for reward in config.reward}
-    named = {name: model for name, model in config.models.items() if name in roles or name in judges}
-    shared = find_shared_bases({name: role for name, role in roles.items() if name in named}, named)
-    return [name for name in named if name not in shared]

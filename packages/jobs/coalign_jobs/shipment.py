@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
-from coalign.config.errors import ConfigError, ConfigProblem, Key
+from coalign.config.errors import ConfigError, ConfigProblem
+from coalign.config.layering import walk
 from coalign.config.schema import RunConfig
 
 MAX_FILE_BYTES = 10 * 2**20  # a larger file is data or a model, and stays here
@@ -78,24 +78,12 @@ def list_shipment(directory: Path) -> Shipment:
 def check_code(config: RunConfig, shipment: Shipment) -> None:
     """Refuse functions and classes whose modules neither travel nor are installed. ConfigError names each."""
     problems = []
-    for key, name in _walk_names(config.model_dump()):
-        module = name.partition(":")[0]
-        if message := _find_lack(module, shipment):
+    for key, name in walk(config.model_dump()):
+        names_code = isinstance(name, str) and ":" in name and key[-1] in NAMES_CODE
+        if names_code and (message := _find_lack(name.partition(":")[0], shipment)):
             problems.append(config.locations.on(ConfigProblem(key, f"{name}: {message}")))
     if problems:
         raise ConfigError(problems)
-
-
-def _walk_names(value: Any, key: Key = ()) -> Iterator[tuple[Key, str]]:
-    """Walk a configuration; yields each dotted path of code with its key."""
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from _walk_names(item, (*key, name))
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from _walk_names(item, (*key, index))
-    elif isinstance(value, str) and ":" in value and key[-1] in NAMES_CODE:
-        yield key, value
 
 
 def _find_lack(module: str, shipment: Shipment) -> str:

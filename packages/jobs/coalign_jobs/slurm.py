@@ -117,8 +117,9 @@ def render_sbatch(job: TrainingJob, options: SlurmOptions) -> str:
     variables = list_variables(
         f"/tmp/coalign_{user}", options.interface, hub=os.environ.get("HF_HOME"), starts_ray=several
     )
+    devices = f", {size.devices} {size.resource} each" if size.devices else ""
     text = STEM.format(
-        title=f"coalign launch slurm {job.file}: {_describe(job)}",
+        title=f"coalign launch slurm {job.file}: {size.nodes} node{'s' * several}{devices}",
         directives="\n".join(f"#SBATCH {line}" for line in _list_directives(job, options)),
         directory=shlex.quote(str(job.directory)),
         variables="".join(f"export {v.name}={shlex.quote(v.value)}  # {v.reason}\n" for v in variables),
@@ -151,12 +152,6 @@ def _list_directives(job: TrainingJob, options: SlurmOptions) -> list[str]:
         "--open-mode=append",
     ]
     return [*filter(None, lines), *options.extra]
-
-
-def _describe(job: TrainingJob) -> str:
-    size = job.size
-    devices = f", {size.devices} {size.resource} each" if size.devices else ""
-    return f"{size.nodes} node{'s' * (size.nodes > 1)}{devices}"
 
 
 def submit_sbatch(job: TrainingJob, script: str) -> str:

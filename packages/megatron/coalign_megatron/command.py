@@ -27,8 +27,6 @@ def extend_vocab(
         int,
         typer.Option(min=1, help="Rows are padded to a multiple of this, if the model's unused rows do not suffice."),
     ] = 64,
-    eos: Annotated[str | None, typer.Option(help="Token that becomes the end-of-sequence token.")] = None,
-    pad: Annotated[str | None, typer.Option(help="Token that becomes the padding token.")] = None,
     sample: Annotated[Path | None, typer.Option(help="A text file whose tokens are counted before and after.")] = None,
 ):
     """Add tokens to a tokenizer and a model. A new row is the mean of the rows of the token's old pieces."""
@@ -36,10 +34,7 @@ def extend_vocab(
     from coalign.report.display import Display
     from coalign_megatron.vocab import extend
 
-    roles = {role: token for role, token in {"eos": eos, "pad": pad}.items() if token is not None}
-    report = extend(
-        fetch(str(model)), tokens, output, special=special, pad_to_multiple=pad_to_multiple, roles=roles, sample=sample
-    )
+    report = extend(fetch(str(model)), tokens, output, special=special, pad_to_multiple=pad_to_multiple, sample=sample)
     display = Display()
     display.table(f"{model} -> {output}", report.table())
     for why, what in report.tokens.skipped.items():

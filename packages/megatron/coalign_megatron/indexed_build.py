@@ -82,7 +82,9 @@ def build(
     _claim(folder, plan)
     total: Counter[str] = Counter()
     done: list[Path] = []
-    with _workers(processes) as pool:
+    # A single worker is a thread, because a new process needs seconds for its imports.
+    single = processes == 1
+    with ThreadPoolExecutor(1) if single else ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         for task, counts in _run_tasks(pool, _tasks(plan, folder), limit=2 * processes):
             done.append(task.prefix)
             total += counts
@@ -112,11 +114,6 @@ def join(datasets: Sequence[IndexedTokens], prefix: Path, *, overwrite: bool = F
 def _require_free(prefix: Path, inputs: Iterable[str | Path], overwrite: bool) -> None:
     for file in name_files(prefix):
         require_free_output(file, inputs, overwrite=overwrite)
-
-
-def _workers(processes: int) -> Executor:
-    """Start workers; a single one is a thread, because a new process needs seconds for its imports."""
-    return ThreadPoolExecutor(1) if processes == 1 else ProcessPoolExecutor(processes, get_context("spawn"))
 
 
 def _run_tasks(pool: Executor, tasks: Iterator[BuildTask], limit: int) -> Iterator[tuple[BuildTask, Counter]]:

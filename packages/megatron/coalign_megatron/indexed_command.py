@@ -28,7 +28,6 @@ def build(
         Literal["error", "drop"], typer.Option(help="What to do with a row without that key.")
     ] = "error",
     processes: Annotated[int | None, typer.Option(min=1, help="Default: the machine's cores.")] = None,
-    chunk: Annotated[int, typer.Option(min=1, help="Rows per task of a process.")] = 10_000,
     overwrite: Overwrite = False,
     keep_special_tokens: Annotated[
         bool, typer.Option(help="Read special tokens that a text spells as tokens, not as text.")
@@ -50,7 +49,6 @@ def build(
         bad_rows=missing,
         keep_special_tokens=keep_special_tokens,
         trust_remote_code=trust_remote_code,
-        chunk=chunk,
     )
     total = sum(len(open_rows(path)) for path in plan.inputs)
     with display.progress("tokenising", total) as advance:

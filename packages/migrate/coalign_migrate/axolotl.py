@@ -1,131 +1,48 @@
-"""Axolotl: its keys over TRL's arguments, which it passes on."""
+"""Axolotl: what several of its keys decide together."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from coalign_migrate.keys.foreign_keys import KERNELS, LOGGED, PACKED, SAMPLING, TRAINER, ForeignKeys
-from coalign_migrate.keys.trl import TRL
-from coalign_migrate.translation import ForeignTranslation, list_values, name_data
+from coalign_migrate.keys.foreign_keys import SAMPLING, TRAINER, load_keys
+from coalign_migrate.translation import ForeignTranslation, list_values, look_up, name_data, set_trackers
 from coalign_migrate.trl import find_main, set_trainer
 
 _TRAINERS = {"dpo": "dpo", "ipo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "cpo", "grpo": "grpo"}
 _INSTRUCTIONS = {"prompt": "instruction", "answer": "output"}
 
-AXOLOTL = ForeignKeys(
-    "Axolotl",
-    inputs=("`base_model`", "`datasets`"),
-    same={
-        **TRL.same,
-        "tokenizer_config": "models.NAME.tokenizer",
-        "context_parallel_size": f"{TRAINER}.context_parallel",
-        "tensor_parallel_size": f"{TRAINER}.tensor_parallel",
-        "expert_parallel_size": f"{TRAINER}.expert_parallel",
-        "dp_replicate_size": f"{TRAINER}.dp_replicate",
-        "torch_compile": f"{TRAINER}.compile",
-    },
-    combined={
-        **TRL.combined,
-        "rl": "algorithm",
-        "reward_model": "algorithm: reward_model",
-        "process_reward_model": "algorithm: process_reward",
-        "pretraining_dataset": "data.train",
-        "test_datasets": "data.eval",
-        "adapter": f"{TRAINER}.lora",
-        "lora_target_linear": f"{TRAINER}.lora.target",
-        "chat_template": "data.chat_template",
-        "train_on_inputs": "data.train_on",
-        "cosine_min_lr_ratio": f"{TRAINER}.optimizer.min_lr_ratio",
-        "wandb_project": "runtime.trackers[].project",
-        "wandb_name": "runtime.trackers[].run",
-        "use_tensorboard": "runtime.trackers",
-        "use_mlflow": "runtime.trackers",
-    },
-    unneeded={
-        **TRL.unneeded,
-        "*sample_packing*": PACKED,
-        "pad_to_sequence_len": PACKED,
-        "group_by_length": PACKED,
-        "dataset_prepared_path": "rows are tokenised before the first step",
-        "dataset_processes": "rows are tokenised before the first step",
-        "liger_*": KERNELS,
-        "lora_*_kernel": KERNELS,
-        "use_*kernel*": KERNELS,
-        "use_scattermoe": KERNELS,
-        "use_sonicmoe": KERNELS,
-        "cut_cross_entropy": KERNELS,
-        "flash_*": KERNELS,
-        "sdp_attention": KERNELS,
-        "xformers_attention": KERNELS,
-        "plugins": KERNELS,
-        "model_type": "config.json of the model says it",
-        "tokenizer_type": "config.json of the model says it",
-        "processor_type": "config.json of the model says it",
-        "strict": "unknown keys are errors",
-        "dp_shard_size": "weights are sharded over all processes",
-        "wandb_*": "trackers read their own variables",
-        "load_in_8bit": "frozen weights are kept in 4 bits (models.trainer.lora.base_bits) or as they are",
-        "debug": LOGGED,
-    },
-    defaults={
-        "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": 1,
-        "num_train_epochs": 1.0,
-        "lr_scheduler_type": "cosine",
-    },
-    renamed={
-        **TRL.renamed,
-        "base_model": "model_name_or_path",
-        "sequence_len": "max_length",
-        "micro_batch_size": "per_device_train_batch_size",
-        "num_epochs": "num_train_epochs",
-        "lr_scheduler": "lr_scheduler_type",
-        "optimizer": "optim",
-        "rl_beta": "beta",
-        "dpo_beta": "beta",
-        "orpo_alpha": "beta",
-        "kto_desirable_weight": "desirable_weight",
-        "kto_undesirable_weight": "undesirable_weight",
-        "peft_use_rslora": "use_rslora",
-        "peft_use_dora": "use_dora",
-        "lora_model_dir": "lora_load",
-        "lora_target_modules": "lora_target_modules",
-        "trl.*": "*",
-    },
-)
-
 
 def translate_axolotl(values: dict[str, Any]) -> ForeignTranslation:
     """Translate the keys of `axolotl train`. ValueError for what has no recipe here."""
     method = values.get("rl")
-    if method and method not in _TRAINERS:
-        raise ValueError(f"Axolotl's `rl: {method}` has no recipe here; there are recipes for {', '.join(_TRAINERS)}")
-    trainer = _TRAINERS[method] if method else "reward" if values.get("reward_model") else "sft"
+    trainer = "reward" if values.get("reward_model") else "sft"
+    if method:
+        trainer = look_up(_TRAINERS, method, f"Axolotl's `rl: {method}`")
     trainer = "prm" if values.get("process_reward_model") else trainer
     nested = {f"trl.{name}": value for name, value in (values.get("trl") or {}).items()}
-    translation = ForeignTranslation(
-        AXOLOTL, {name: value for name, value in values.items() if name != "trl"} | nested, main=find_main(trainer)
-    )
+    values = {name: value for name, value in values.items() if name != "trl"} | nested
+    translation = ForeignTranslation(load_keys("axolotl"), values, main=find_main(trainer))
     for key in ("rl", "reward_model", "process_reward_model"):
         translation.get(key)
     if method in ("ipo", "simpo"):
         translation.given["loss_type"] = method
     _set_adapter(translation)
-    _set_precision(translation)
+    translation.given["bf16"] = translation.get("bf16", "auto") in ("auto", True, "full")
+    if translation.given.get("fp16") in (None, False, "auto"):
+        translation.given.pop("fp16", None)
     translation.copy_same()
-    translation.set(f"models.{translation.main}.load", translation.get("model_name_or_path"))
-    _set_trackers(translation)
+    used = {"wandb": "wandb_project", "tensorboard": "use_tensorboard", "mlflow": "use_mlflow"}
+    set_trackers(translation, "wandb_project", "wandb_name", used)
     _set_intervals(translation)
     is_text = _set_data(translation)
     set_trainer(translation, trainer)
     if trainer == "grpo":
-        translation.run.pop("data.max_tokens", None)
+        translation.drop("data.max_tokens")
         translation.run.setdefault(f"{SAMPLING}.max_new_tokens", 256)
     if is_text and trainer == "sft":
         translation.set("algorithm", "pretrain")
-        translation.run.pop("data.train_on", None)
-    least = translation.get("cosine_min_lr_ratio")
-    translation.set(f"{TRAINER}.optimizer.min_lr_ratio", None if least is None else float(least))
+        translation.drop("data.train_on")
+    translation.set(f"{TRAINER}.optimizer.min_lr_ratio", translation.number("cosine_min_lr_ratio"))
     return translation
 
 
@@ -136,27 +53,10 @@ def _set_adapter(translation: ForeignTranslation) -> None:
         raise ValueError(f"Axolotl's `adapter: {adapter}` has no counterpart here; lora and qlora have")
     linear = translation.get("lora_target_linear", False)
     if adapter:
-        translation.given["use_peft"] = True
-        translation.given.setdefault("lora_r", 8)
-        translation.given.setdefault("lora_alpha", 16)
+        translation.presume(use_peft=True, lora_r=8, lora_alpha=16)
         if linear:
             translation.given["lora_target_modules"] = "all-linear"
         translation.given["load_in_4bit"] = adapter == "qlora"
-
-
-def _set_precision(translation: ForeignTranslation) -> None:
-    half = translation.get("bf16", "auto")
-    translation.given["bf16"] = half in ("auto", True, "full")
-    if translation.given.get("fp16") in (None, False, "auto"):
-        translation.given.pop("fp16", None)
-
-
-def _set_trackers(translation: ForeignTranslation) -> None:
-    names = {"project": translation.get_text("wandb_project"), "run": translation.get_text("wandb_name")}
-    names = {name: value for name, value in names.items() if value}
-    trackers: list[Any] = [{"name": "wandb", **names}] if "project" in names else []
-    trackers += [name for name in ("tensorboard", "mlflow") if translation.get(f"use_{name}", False)]
-    translation.set("runtime.trackers", trackers or None)
 
 
 def _set_intervals(translation: ForeignTranslation) -> None:

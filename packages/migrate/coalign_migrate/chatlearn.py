@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from coalign_migrate.keys.chatlearn import CHATLEARN, LEARNER, OLD_NAMES, ROLLOUT, RUNTIME
-from coalign_migrate.keys.foreign_keys import POLICY, SAMPLING, TRAINER, VALUE
+from coalign_migrate.chatlearn_source import OLD_NAMES
+from coalign_migrate.keys.foreign_keys import POLICY, SAMPLING, TRAINER, load_keys
 from coalign_migrate.translation import (
     ForeignTranslation,
     count_updates,
     list_values,
-    name_data,
     set_policy_parallel,
+    set_reward_models,
+    set_rows,
     set_trackers,
 )
 
+_RUNTIME, _ROLLOUT, _LEARNER = "runtime_args", "models.policy", "models.policy_trainer"
 _ENGINES = {"rlhf": "ppo", "grpo": "grpo", "online_dpo": "online_dpo"}
 _NAMES = {"policy": "policy", "policy_trainer": "trainer", "ref_policy": "reference", "reward": "reward"}
 _NAMES |= {"value_trainer": "value"}
@@ -30,18 +32,21 @@ _MEGATRON = {
 
 def translate_chatlearn(values: dict[str, Any]) -> ForeignTranslation:
     """Translate the settings of a GRPO or PPO run, by dotted keys. ValueError for a file of another algorithm."""
-    translation = ForeignTranslation(CHATLEARN, values, main="policy")
+    translation = ForeignTranslation(load_keys("chatlearn"), values, main="policy")
     algorithm = _choose_algorithm(translation)
     translation.set("algorithm", algorithm)
     translation.copy_same()
+    translation.restrict(algorithm)
     _set_sizes(translation)
     _set_lengths(translation)
     _set_data(translation)
     _set_weights(translation, algorithm)
     _set_optimizer(translation)
     _set_loss(translation, algorithm)
-    _set_rewards(translation, algorithm)
-    _set_tracking(translation)
+    _set_rewards(translation)
+    prefix = f"{_RUNTIME}.log_args_dict"
+    used = {name: f"{prefix}.enable_{name}" for name in ("wandb", "tensorboard")}
+    set_trackers(translation, f"{prefix}.wandb_project", f"{prefix}.wandb_name", used)
     _set_devices(translation, algorithm)
     set_policy_parallel(translation)
     return translation
@@ -51,32 +56,34 @@ def _choose_algorithm(translation: ForeignTranslation) -> str:
     models = {key.split(".")[1] for key in translation.given if key.startswith("models.")}
     if not {"policy", "policy_trainer"} <= models:
         raise ValueError("ChatLearn's files without a model that generates (`policy`) and one that learns are not read")
-    engine = translation.get(f"{LEARNER}.trainer_engine")
+    engine = translation.get(f"{_LEARNER}.trainer_engine")
     if engine in _ENGINES:
         return _ENGINES[engine]
     if "value_trainer" in models:
         return "ppo"
-    return "gspo" if translation.get(f"{LEARNER}.use_group_sequence_policy", False) else "grpo"
+    return "gspo" if translation.get(f"{_LEARNER}.use_group_sequence_policy", False) else "grpo"
 
 
 def _set_sizes(translation: ForeignTranslation) -> None:
     """Set prompts, samples and updates: an episode counts samples, a step prompts."""
-    samples, group = translation.get(f"{RUNTIME}.sample_per_episode"), translation.run["runtime.samples_per_prompt"]
-    if translation.run["algorithm"] == "ppo" and not translation.has(f"{ROLLOUT}.num_inference_per_prompt"):
+    samples, group = translation.get(f"{_RUNTIME}.sample_per_episode"), translation.run["runtime.samples_per_prompt"]
+    if translation.run["algorithm"] == "ppo" and not translation.has(f"{_ROLLOUT}.num_inference_per_prompt"):
         translation.set("runtime.samples_per_prompt", group := 1)
     prompts = max(1, round(samples / group))
     translation.set("runtime.prompts_per_step", prompts)
     if prompts * group != samples:
         translation.notes.append(f"runtime.prompts_per_step is {prompts}: {samples} samples are no multiple of {group}")
-    update = translation.get(f"{RUNTIME}.train_global_batch_size", samples)
+    update = translation.get(f"{_RUNTIME}.train_global_batch_size", samples)
     updates = count_updates(translation, samples, update, "train_global_batch_size (of samples)")
     translation.set(f"{TRAINER}.updates_per_batch", updates)
 
 
 def _set_lengths(translation: ForeignTranslation) -> None:
     """Set the limits of prompts and responses; `seq_length` is the limit of both together."""
-    both = translation.get(f"{ROLLOUT}.seq_length")
-    response = translation.get(f"{ROLLOUT}.max_response_tokens_length") or translation.get(f"{ROLLOUT}.max_new_tokens")
+    both = translation.get(f"{_ROLLOUT}.seq_length")
+    response = translation.get(f"{_ROLLOUT}.max_response_tokens_length") or translation.get(
+        f"{_ROLLOUT}.max_new_tokens"
+    )
     if response is None and both is not None:
         response = both
         translation.notes.append(
@@ -85,49 +92,41 @@ def _set_lengths(translation: ForeignTranslation) -> None:
     elif both is not None and both > response:
         translation.run.setdefault("data.max_prompt_tokens", both - response)
     translation.set(f"{SAMPLING}.max_new_tokens", response)
-    thinking = translation.get(f"{ROLLOUT}.enable_thinking")
+    thinking = translation.get(f"{_ROLLOUT}.enable_thinking")
     if thinking is not None:
         translation.set("data.chat_template_kwargs", {"enable_thinking": thinking})
         translation.notes.append(
             "data.chat_template_kwargs: take enable_thinking out if the model's template does not read it"
         )
     for name, neutral in {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}.items():
-        if translation.get(f"{ROLLOUT}.{name}", neutral) != neutral:
-            translation.refuse(f"{ROLLOUT}.{name}", "no trainer computes log-probs of a distribution with a penalty")
+        if translation.get(f"{_ROLLOUT}.{name}", neutral) != neutral:
+            translation.refuse(f"{_ROLLOUT}.{name}", "no trainer computes log-probs of a distribution with a penalty")
 
 
 def _set_data(translation: ForeignTranslation) -> None:
     """Set the rows; ChatLearn's own preparation of data leaves the truth where verl's does."""
-    keys = {"keys": {"answer": "reward_model.ground_truth"}}
-    ratios, limit = translation.get(f"{RUNTIME}.data_ratio"), translation.get(f"{RUNTIME}.training_data_num_limit", -1)
-    shares = list_values(ratios) if ratios else []
-    paths = translation.get(f"{RUNTIME}.data_path")
-    files = list_values(paths) if paths else []
-    sources: list[dict[str, Any]] = [{"path": name_data(file), **keys} for file in files]
-    for source, share in zip(sources, shares, strict=False):
-        source |= {"weight": float(share)} if len(sources) > 1 else {}
-    for source in sources:
-        source |= {"max_samples": int(limit)} if limit > 0 else {}
-    translation.set("data.train", sources or None)
-    if evaluated := translation.get(f"{RUNTIME}.eval_data_path"):
-        translation.set("data.eval", [{"path": name_data(file), **keys} for file in list_values(evaluated)])
-    if translation.get(f"{RUNTIME}.enable_resume_training", True) is False:
+    weights, limit = (translation.get(f"{_RUNTIME}.{name}") for name in ("data_ratio", "training_data_num_limit"))
+    for key, ours in {"data_path": "data.train", "eval_data_path": "data.eval"}.items():
+        rows = translation.get(f"{_RUNTIME}.{key}")
+        keys = {"answer": "reward_model.ground_truth"}
+        set_rows(translation, ours, rows, keys=keys, weights=weights, max_rows=limit)
+    if translation.get(f"{_RUNTIME}.enable_resume_training", True) is False:
         translation.set("runtime.resume", "never")
 
 
 def _set_weights(translation: ForeignTranslation, algorithm: str) -> None:
     """Set where weights are. Megatron's own checkpoints are not loaded: each backend reads Hugging Face directories."""
-    policy, trainer = translation.get(f"{ROLLOUT}.load"), translation.get(f"{LEARNER}.load")
+    policy, trainer = translation.get(f"{_ROLLOUT}.load"), translation.get(f"{_LEARNER}.load")
     translation.set(f"{POLICY}.load", policy or trainer)
-    if trainer not in (None, policy):
-        if policy is not None and translation.run.get(f"{TRAINER}.module") != "megatron":
+    if policy is not None and trainer not in (None, policy):
+        if translation.run.get(f"{TRAINER}.module") != "megatron":
             translation.set(f"{TRAINER}.load", trainer)
-        elif policy is not None:
-            translation.refuse(f"{LEARNER}.load", "megatron reads the Hugging Face directory of the policy itself")
+        else:
+            translation.refuse(f"{_LEARNER}.load", "megatron reads the Hugging Face directory of the policy itself")
     reference = translation.get("models.ref_policy.load")
     if _has_reference(translation, algorithm) and reference not in (None, policy, trainer):
         translation.set("models.reference.load", reference)
-    if translation.has(f"{LEARNER}.lr"):  # only files before 2025 have it, whose models are all Megatron's
+    if f"{_LEARNER}.lr" in translation.names.values():  # in files before 2025, whose models are all Megatron's
         translation.run.setdefault(f"{TRAINER}.module", "megatron")
         translation.notes.append(
             "models.NAME.load: these are Megatron checkpoints; `coalign convert DIR -o NEW --to hf` makes others"
@@ -135,29 +134,20 @@ def _set_weights(translation: ForeignTranslation, algorithm: str) -> None:
 
 
 def _set_optimizer(translation: ForeignTranslation) -> None:
-    for prefix in (f"{LEARNER}.optimizer.", f"{LEARNER}."):
-        lr, least = translation.get(f"{prefix}lr"), translation.get(f"{prefix}min_lr")
-        schedule = translation.run.get(f"{TRAINER}.optimizer.schedule")
-        if lr and least and schedule in ("linear", "cosine"):
-            translation.set(f"{TRAINER}.optimizer.min_lr_ratio", least / lr)
-        betas = [translation.get(f"{prefix}adam_beta{number}", usual) for number, usual in ((1, 0.9), (2, 0.95))]
-        if prefix.endswith("optimizer.") or translation.has(f"{prefix}adam_beta1", f"{prefix}adam_beta2"):
-            translation.set(f"{TRAINER}.optimizer.betas", betas)
+    prefix = f"{_LEARNER}.optimizer"
+    lr, least = translation.get(f"{prefix}.lr"), translation.get(f"{prefix}.min_lr")
+    if least and translation.run.get(f"{TRAINER}.optimizer.schedule") in ("linear", "cosine"):
+        translation.set(f"{TRAINER}.optimizer.min_lr_ratio", least / lr)
+    betas = [translation.get(f"{prefix}.adam_beta{number}") for number in (1, 2)]
+    translation.set(f"{TRAINER}.optimizer.betas", betas)
     megatron = translation.run.get(f"{TRAINER}.module") == "megatron"
     for name, ours in _MEGATRON.items():
-        value = translation.get(f"{LEARNER}.{name}")
-        if megatron:
-            translation.set(f"{TRAINER}.megatron.{ours}", value)
-    granularity = translation.get(f"{LEARNER}.recompute_granularity")
-    translation.set(f"{TRAINER}.activation_checkpointing", granularity)
-    token_limit = translation.get(f"{LEARNER}.max_token_in_packing")
-    if translation.given.get(f"{LEARNER}.packing"):
+        value = translation.get(f"{_LEARNER}.{name}")
+        translation.set(f"{TRAINER}.megatron.{ours}", value if megatron else None)
+    token_limit = translation.get(f"{_LEARNER}.max_token_in_packing")
+    if translation.given.get(f"{_LEARNER}.packing"):
         translation.set(f"{TRAINER}.max_tokens_per_micro", token_limit)
-    _set_adapter(translation)
-
-
-def _set_adapter(translation: ForeignTranslation) -> None:
-    prefix = f"{LEARNER}.lora"
+    prefix = f"{_LEARNER}.lora"
     rank, scaling = translation.get(f"{prefix}.lora_dim", 8), translation.get(f"{prefix}.lora_scaling", 1.0)
     dropout = translation.get(f"{prefix}.lora_dropout")
     if translation.get(f"{prefix}.enable_lora", False):
@@ -167,59 +157,38 @@ def _set_adapter(translation: ForeignTranslation) -> None:
 
 
 def _has_reference(translation: ForeignTranslation, algorithm: str) -> bool:
-    return algorithm in ("ppo", "online_dpo") or bool(translation.get(f"{LEARNER}.kl_coef", 0.0))
+    return algorithm in ("ppo", "online_dpo") or bool(translation.get(f"{_LEARNER}.kl_coef", 0.0))
 
 
 def _set_loss(translation: ForeignTranslation, algorithm: str) -> None:
-    clips = [translation.get(f"{LEARNER}.{name}") for name in ("neg_clip_ratio", "pos_clip_ratio", "cliprange")]
-    low, high = (clips[2], clips[2]) if algorithm == "ppo" else clips[:2]
-    if algorithm != "online_dpo":
-        translation.set("loss.clip_low", float(low))
-        translation.set("loss.clip_high", float(high))
     if algorithm == "gspo":
         translation.notes.append("loss.aggregation: ChatLearn means over tokens, `gspo` over responses, as its paper")
     if algorithm in ("grpo", "gspo"):
-        translation.set("loss.entropy_coef", float(translation.get(f"{LEARNER}.entropy_coef", 0.0)) or None)
-        coef = float(translation.get(f"{LEARNER}.kl_coef", 0.0))
+        coef = translation.number(f"{_LEARNER}.kl_coef", 0.0)
         translation.set("loss.kl_coef", coef)
         translation.set("loss.kl_estimator", "k3" if coef else None)
         bound = "`loss.dual_clip` bounds a token's loss by a multiple of its advantage, not by a constant"
-        translation.refuse(f"{LEARNER}.final_clip_ratio", bound)
-        if not translation.has(f"{LEARNER}.final_clip_ratio"):
+        translation.refuse(f"{_LEARNER}.final_clip_ratio", bound)
+        if not translation.has(f"{_LEARNER}.final_clip_ratio"):
             translation.notes.append(f"final_clip_ratio is 3 in ChatLearn; {bound}")
-    gamma, lam = (float(translation.get(f"{LEARNER}.{name}", 1.0)) for name in ("gamma", "lam"))
-    coef, fixed = translation.get(f"{LEARNER}.init_kl_coef", 0.02), translation.get(f"{LEARNER}.fix_kl_coef", True)
-    if algorithm != "ppo":
-        return
-    translation.set_discounts(algorithm, gamma, lam)
-    translation.set("kl.coef", float(coef))
-    if not fixed:
-        translation.refuse(f"{LEARNER}.fix_kl_coef", "the coefficient is fixed; see `kl: {fn: AdaptiveKL}`")
-    clip = translation.get(f"{LEARNER}.cliprange_value")
-    translation.set(f"{VALUE}.loss.clip", None if clip is None else float(clip))
-    learned, lr = translation.get("models.value_trainer.load"), translation.get("models.value_trainer.lr")
-    translation.set(f"{VALUE}.load", learned)
-    translation.set(f"{VALUE}.optimizer.lr", None if lr is None else float(lr))
+    coef = translation.number(f"{_LEARNER}.init_kl_coef", 0.02)
+    fixed = translation.get(f"{_LEARNER}.fix_kl_coef", True)
+    if algorithm == "ppo":
+        translation.set("kl.coef", coef)
+        if not fixed:
+            translation.refuse(f"{_LEARNER}.fix_kl_coef", "the coefficient is fixed; see `kl: {fn: AdaptiveKL}`")
 
 
-def _set_rewards(translation: ForeignTranslation, algorithm: str) -> None:
+def _set_rewards(translation: ForeignTranslation) -> None:
     """Set the reward: a model where one is loaded, else the function that the examples' module computes."""
-    if load := translation.get("models.reward.load"):
-        translation.set("models.reward", {"module": "fsdp", "load": str(load), "head": "reward", "frozen": True})
-        translation.set("reward", [{"model": "reward"}])
-        return
-    translation.set("reward", [{"fn": "math"}])
-    translation.notes.append(
-        "reward: ChatLearn's is a module class; `math` is that of its examples. For a class of your own, write the "
-        "function that it calls (docs/writing_a_reward.md)"
-    )
-
-
-def _set_tracking(translation: ForeignTranslation) -> None:
-    prefix = f"{RUNTIME}.log_args_dict"
-    trackers = [name for name in ("wandb", "tensorboard") if translation.get(f"{prefix}.enable_{name}", False)]
-    translation.set("runtime.trackers", trackers or None)
-    set_trackers(translation, f"{prefix}.wandb_project", f"{prefix}.wandb_name")
+    load = translation.get("models.reward.load")
+    rewards = set_reward_models(translation, [load] if load else [])
+    translation.set("reward", rewards or [{"fn": "math"}])
+    if not rewards:
+        translation.notes.append(
+            "reward: ChatLearn's is a module class; `math` is that of its examples. For a class of your own, write the "
+            "function that it calls (docs/writing_a_reward.md)"
+        )
 
 
 def _set_devices(translation: ForeignTranslation, algorithm: str) -> None:
@@ -230,7 +199,7 @@ def _set_devices(translation: ForeignTranslation, algorithm: str) -> None:
     if "models.reward" not in translation.run:
         counts["reward"] = None
     counts = {name: count for name, count in counts.items() if count}
-    groups = list_groups(translation.get(f"{RUNTIME}.colocation"))
+    groups = _list_groups(translation.get(f"{_RUNTIME}.colocation"))
     shared = [[_NAMES[name] for name in group if name in counts] for group in groups]
     shared = [group for group in shared if len(group) > 1]
     if len(set(counts.values())) < 2 and any(len(group) == len(counts) for group in shared):
@@ -241,8 +210,9 @@ def _set_devices(translation: ForeignTranslation, algorithm: str) -> None:
     translation.set("runtime.colocation", shared or None)
 
 
-def list_groups(colocation: Any) -> list[list[str]]:
+def _list_groups(colocation: Any) -> list[list[str]]:
     """Return groups of models: texts with commas are a group each; names alone are one group."""
-    items = list_values(colocation) if colocation else []
-    groups = [[OLD_NAMES.get(str(name), str(name)) for name in list_values(item)] for item in items]
+    groups = [
+        [OLD_NAMES.get(str(name), str(name)) for name in list_values(item)] for item in list_values(colocation or [])
+    ]
     return groups if any(len(group) > 1 for group in groups) else [[name for group in groups for name in group]]

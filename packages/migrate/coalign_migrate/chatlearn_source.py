@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from coalign.config.yaml_reader import parse, parse_scalar
-from coalign_migrate.keys.chatlearn import CHATLEARN, OLD_NAMES
+from coalign_migrate.keys.foreign_keys import load_keys
 from coalign_migrate.shell.marks import mark
 
 _VARIABLE = re.compile(r"\$\{(\w+)(?::([^}]*))?\}")  # `${NAME}`, `${NAME:default}`; a path has dots: `${models.a.b}`
+OLD_NAMES = {"ppo_policy": "policy_trainer", "ppo_value": "value_trainer", "reference": "ref_policy"}
 _SECTIONS = ("runtime_args", "runtime", "rlhf")
 
 
@@ -44,7 +45,9 @@ class ChatLearnReader:
     def _read_model(self, name: str, file: str) -> dict[str, Any]:
         """Return the settings of a model's file that the table knows; the rest is noted together."""
         values = self._read_file(file)
-        translated = {key: value for key, value in values.items() if CHATLEARN.describe(f"models.{name}.{key}")}
+        translated = {
+            key: value for key, value in values.items() if load_keys("chatlearn").describe(f"models.{name}.{key}")
+        }
         if untranslated := sorted(set(values) - set(translated)):
             self.notes.append(f"models.{name}: of {file} these settings are not translated: {', '.join(untranslated)}")
         return translated

@@ -18,8 +18,7 @@ from coalign_migrate.source import ForeignSource, read_source
 from coalign_migrate.swift import translate_swift
 from coalign_migrate.translation import ForeignTranslation
 from coalign_migrate.trl import TRAINERS, find_trainer, translate_trl
-from coalign_migrate.verl import translate_verl
-from coalign_migrate.verl_sft import translate_verl_sft
+from coalign_migrate.verl import translate_verl, translate_verl_sft
 
 _ORDER = ("algorithm", "seed", "output", "runtime", "data", "rollout", "filter", "reward", "truncated", "advantage")
 _ORDER += ("loss", "kl", "models")
@@ -52,39 +51,37 @@ def translate(source: ForeignSource, trainer: str | None = None) -> ForeignTrans
         run["reward"] = [{"fn": "<math or my.module:function>"}]
     if run["algorithm"] == "gspo" and run.get("loss.is_level") == "token":
         translation.notes.append("importance weights of tokens have no place in the loss of `gspo`: the run has none")
-        for key in [key for key in run if key.startswith("loss.is_")]:
-            del run[key]
+        translation.drop("loss.is_")
     if not run.get("data.eval"):  # a run without rows to evaluate has no evaluations
         if run.get("runtime.eval_every"):
             translation.notes.append("runtime.eval_every is left out: there is no data.eval")
-        for key in [key for key in run if key.startswith("runtime.eval_")]:
-            del run[key]
+        translation.drop("runtime.eval_")
     return translation
 
 
 def _translate(source: ForeignSource, trainer: str | None) -> ForeignTranslation:
-    program = str(source.program)
-    if source.framework == "verl":
-        name = program.rpartition(".")[2]
-        if name in ("sft_trainer", "sft_trainer_ray", "fsdp_sft_trainer"):
-            return translate_verl_sft(source.values)
-        return translate_verl(program, source.values)
-    if source.framework == "chatlearn":
-        return translate_chatlearn(source.values)
-    if source.framework == "openrlhf":
-        return translate_openrlhf(program, source.values)
-    if source.framework == "slime":
-        return translate_slime(source.values)
-    if source.framework == "llama_factory":
-        return translate_llama_factory(source.values, source.folder)
-    if source.framework == "swift":
-        return translate_swift(program, source.values)
-    if source.framework == "axolotl":
-        return translate_axolotl(source.values)
-    name = trainer or find_trainer(source.program, source.values)
+    program, values = str(source.program), source.values
+    match source.framework:
+        case "verl" if program.endswith(("sft_trainer", "sft_trainer_ray")):
+            return translate_verl_sft(values)
+        case "verl":
+            return translate_verl(program, values)
+        case "chatlearn":
+            return translate_chatlearn(values)
+        case "openrlhf":
+            return translate_openrlhf(program, values)
+        case "slime":
+            return translate_slime(values)
+        case "llama_factory":
+            return translate_llama_factory(values, source.folder)
+        case "swift":
+            return translate_swift(program, values)
+        case "axolotl":
+            return translate_axolotl(values)
+    name = trainer or find_trainer(source.program, values)
     if name not in TRAINERS:
         raise ValueError(f"TRL's trainer is '{name}'{suggest(name, TRAINERS)}")
-    return translate_trl(name, source.values)
+    return translate_trl(name, values)
 
 
 def _require_inputs(translation: ForeignTranslation, path: Path) -> None:

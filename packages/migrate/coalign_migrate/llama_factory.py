@@ -1,4 +1,4 @@
-"""LLaMA-Factory: its arguments over TRL's, and its data sets by dataset_info.json."""
+"""LLaMA-Factory: what several of its arguments decide together, and its data sets by dataset_info.json."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from coalign_migrate.keys.foreign_keys import PACKED, TRAINER, ForeignKeys
-from coalign_migrate.keys.trl import TRL
-from coalign_migrate.translation import ForeignTranslation, list_values, name_data
+from coalign_migrate.keys.foreign_keys import load_keys
+from coalign_migrate.translation import ForeignTranslation, list_values, name_data, set_vision
 from coalign_migrate.trl import find_main, set_trainer
 
 _STAGES = {"pt": "sft", "sft": "sft", "rm": "reward", "dpo": "dpo", "kto": "kto", "ppo": "ppo"}
@@ -16,65 +15,6 @@ _PREFERENCES = {"sigmoid": "dpo", "ipo": "dpo", "hinge": "dpo", "orpo": "orpo", 
 _COLUMNS = {"prompt": "prompt", "response": "answer", "messages": "messages", "chosen": "chosen"}
 _COLUMNS |= {"rejected": "rejected", "images": "images", "kto_tag": "label", "tools": "tools"}
 _ALPACA = {"prompt": "instruction", "response": "output"}
-
-LLAMA_FACTORY = ForeignKeys(
-    "LLaMA-Factory",
-    inputs=("`model_name_or_path`", "`dataset`"),
-    same={**TRL.same, "default_system": "data.system"},
-    combined={
-        **TRL.combined,
-        "stage": "algorithm",
-        "finetuning_type": f"{TRAINER}.lora",
-        "dataset": "data.train",
-        "dataset_dir": "data.train",
-        "max_samples": "data.train[].max_samples",
-        "eval_dataset": "data.eval",
-        "pref_loss": "algorithm and loss.fn",
-        "pref_ftx": "loss.nll_coef",
-        "quantization_bit": f"{TRAINER}.lora.base_bits",
-        "train_on_prompt": "data.train_on",
-        "mask_history": "data.train_on",
-        "enable_thinking": "data.chat_template_kwargs",
-        "freeze_vision_tower": f"{TRAINER}.vision.tower",
-        "freeze_multi_modal_projector": f"{TRAINER}.vision.projector",
-        "freeze_language_model": f"{TRAINER}.vision.language",
-    },
-    unneeded={
-        **TRL.unneeded,
-        "template": "the model's own chat template is taken (data.chat_template)",
-        "flash_attn": "the fastest attention that the machine has is taken (models.NAME.attention)",
-        "preprocessing_*": "rows are tokenised before the first step",
-        "overwrite_cache": "rows are tokenised before the first step",
-        "plot_loss": "plots are in the run folder",
-        "neat_packing": PACKED,
-        "quantization_method": "NF4, where models.trainer.lora.base_bits is set",
-        "double_quantization": "NF4, where models.trainer.lora.base_bits is set",
-        "use_reentrant_gc": "checkpointing is never re-entrant",
-        "include_num_input_tokens_seen": "tokens are always counted",
-    },
-    defaults={
-        "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": 1,
-        "num_train_epochs": 3.0,
-        "learning_rate": 5e-5,
-        "max_length": 2048,
-        "finetuning_type": "lora",
-        "lora_r": 8,
-        "lora_target_modules": "all",
-    },
-    renamed={
-        **TRL.renamed,
-        "cutoff_len": "max_length",
-        "lora_rank": "lora_r",
-        "lora_target": "lora_target_modules",
-        "pref_beta": "beta",
-        "dpo_label_smoothing": "label_smoothing",
-        "kto_chosen_weight": "desirable_weight",
-        "kto_rejected_weight": "undesirable_weight",
-        "reward_model": "reward_model_name_or_path",
-        "max_new_tokens": "response_length",
-    },
-)
 
 
 def translate_llama_factory(values: dict[str, Any], folder: Path) -> ForeignTranslation:
@@ -85,29 +25,21 @@ def translate_llama_factory(values: dict[str, Any], folder: Path) -> ForeignTran
     if stage == "dpo" and loss not in _PREFERENCES:
         raise ValueError(f"pref_loss {loss} has no loss here; there are {', '.join(_PREFERENCES)}")
     trainer = _PREFERENCES[loss] if stage == "dpo" else _STAGES[stage]
-    translation = ForeignTranslation(LLAMA_FACTORY, values, main=find_main(trainer))
-    _choose_loss(translation, stage, loss)
+    translation = ForeignTranslation(load_keys("llama_factory"), values, main=find_main(trainer))
+    for key in ("stage", "pref_loss"):
+        translation.get(key)
+    if stage == "dpo":
+        translation.given |= {"loss_type": loss} | ({"cpo_alpha": 0.0} if loss == "simpo" else {})
     _set_adapter(translation)
     translation.copy_same()
-    translation.set(f"models.{translation.main}.load", translation.get("model_name_or_path"))
     _set_data(translation, stage, folder)
     set_trainer(translation, trainer)
-    _set_components(translation)
+    set_vision(translation, *(f"freeze_{name}" for name in ("vision_tower", "multi_modal_projector", "language_model")))
     if stage == "pt":
         translation.set("algorithm", "pretrain")
-        translation.run.pop("data.train_on", None)
-    if nll := translation.get("pref_ftx"):
-        translation.set("loss.nll_coef", float(nll))
+        translation.drop("data.train_on")
+    translation.set("loss.nll_coef", translation.number("pref_ftx") or None)
     return translation
-
-
-def _choose_loss(translation: ForeignTranslation, stage: str, loss: str) -> None:
-    translation.get("stage")
-    translation.get("pref_loss")
-    if stage == "dpo":
-        translation.given["loss_type"] = loss
-        if loss == "simpo":
-            translation.given["cpo_alpha"] = 0.0
 
 
 def _set_adapter(translation: ForeignTranslation) -> None:
@@ -118,9 +50,7 @@ def _set_adapter(translation: ForeignTranslation) -> None:
     if tuning == "full":
         return
     rank = translation.get("lora_r")
-    given = {"use_peft": True, "lora_r": rank, "lora_alpha": rank * 2}
-    for name, value in given.items():
-        translation.given.setdefault(name, value)
+    translation.presume(use_peft=True, lora_r=rank, lora_alpha=rank * 2)
     targets = translation.get("lora_target_modules")
     translation.given["lora_target_modules"] = "all-linear" if targets == "all" else targets
     if bits == 4:
@@ -178,11 +108,3 @@ def _name_source(translation: ForeignTranslation, name: str, entries: tuple[Path
         translation.notes.append(f"data: of {name}'s columns these are not read: {', '.join(dict.fromkeys(rest))}")
     keys = {ours: row for ours, row in keys.items() if ours != row}
     return {"path": path, **({"keys": keys} if keys else {})}
-
-
-def _set_components(translation: ForeignTranslation) -> None:
-    """Set which components of a vision-language model learn."""
-    components = {"vision_tower": "tower", "multi_modal_projector": "projector", "language_model": "language"}
-    for theirs, ours in components.items():
-        if translation.get(f"freeze_{theirs}") is True:
-            translation.set(f"{TRAINER}.vision.{ours}", "freeze")

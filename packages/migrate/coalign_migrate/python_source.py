@@ -313,7 +313,8 @@ class _PythonReader:
                     raise ValueError(f"{name} is not known")
                 return values[0]
             case ast.Attribute(value=ast.Name(id=name), attr=attribute) if attribute in self._find_options():
-                if not any(_name(call).startswith("parse_args") for call in self._list_callees(name)):
+                calls = [value.func for value in self.assigned.get(name, []) if isinstance(value, ast.Call)]
+                if not any(_name(call).startswith("parse_args") for call in calls):
                     raise ValueError(f"{name} is not parsed in this file")
                 self.notes.append(f"{name}.{attribute} is its default, {ast.unparse(self._find_options()[attribute])}")
                 return self._evaluate(self._find_options()[attribute], depth + 1)
@@ -324,14 +325,11 @@ class _PythonReader:
                     _ARITHMETIC[type(op)], self._evaluate(left, depth + 1), self._evaluate(right, depth + 1)
                 )
             case ast.JoinedStr(values=pieces):
-                return "".join(str(self._evaluate_piece(piece, depth)) for piece in pieces)
+                values = (piece.value if isinstance(piece, ast.FormattedValue) else piece for piece in pieces)
+                return "".join(str(self._evaluate(value, depth + 1)) for value in values)
             case ast.Call():
                 return self._evaluate_call(node, depth)
         raise ValueError(f"{ast.unparse(node)} is no literal")
-
-    def _list_callees(self, name: str) -> list[ast.expr]:
-        """Return what is called to make the values of a name."""
-        return [value.func for value in self.assigned.get(name, []) if isinstance(value, ast.Call)]
 
     def _find_options(self) -> dict[str, ast.expr]:
         """Return the defaults of a command line's options: of argparse, and of dataclasses' fields."""
@@ -341,9 +339,6 @@ class _PythonReader:
                 for name, default in _list_defaults(node):
                     self._options[name] = default
         return self._options
-
-    def _evaluate_piece(self, piece: ast.expr, depth: int) -> Any:
-        return self._evaluate(piece.value if isinstance(piece, ast.FormattedValue) else piece, depth + 1)
 
     def _evaluate_call(self, node: ast.Call, depth: int) -> Any:
         """Return the value of a call that only reads: `os.getenv(…)`, `os.path.join(…)`, `int(…)` and the like."""

@@ -14,8 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from coalign.config.yaml_reader import parse, parse_scalar
 from coalign_migrate.chatlearn_source import ChatLearnReader
+from coalign_migrate.keys.foreign_keys import load_keys
 from coalign_migrate.keys.messages import find_framework
-from coalign_migrate.keys.verl import VERL
 from coalign_migrate.python_source import read_python
 from coalign_migrate.shell.marks import is_known, mark
 from coalign_migrate.shell.script import ShellCommand, ShellScript
@@ -69,12 +69,11 @@ def _read_yaml(text: str, path: Path) -> ForeignSource:
             "LLaMA-Factory's (`model_name_or_path`), ms-swift's (`model` and `dataset`) nor Axolotl's (`base_model`); "
             "OpenRLHF and slime have no YAML, give the script with its command line"
         )
-    values = _interpolate(data, path) if framework == "verl" else dict(data)
     if framework == "verl":
-        values = dict(_flatten(values, ""))
+        values = dict(_flatten(_interpolate(data, path), ""))
         program = "verl.trainer." + ("main_ppo" if "actor_rollout_ref" in data else "sft_trainer")
         return ForeignSource("verl", program, values, folder=path.parent)
-    return ForeignSource(framework, None, values, folder=path.parent)
+    return ForeignSource(framework, None, dict(data), folder=path.parent)
 
 
 def _interpolate(data: Mapping[str, Any], path: Path, overrides: list[tuple[str, Any]] | None = None) -> dict[str, Any]:
@@ -141,7 +140,7 @@ class _CommandReader:
         """Return the settings of a command; None if it starts no program that is known."""
         words = list(command.words)
         if "-c" in words[:-1] and Path(words[0]).name in ("bash", "sh", "srun", "docker", "ssh", "nohup", "timeout"):
-            inner = ShellScript(words[words.index("-c") + 1], str(self.path), parent=None)
+            inner = ShellScript(words[words.index("-c") + 1], str(self.path))
             return next((source for inner_command in inner.commands if (source := self.read(inner_command))), None)
         for index, word in enumerate(words):
             following = words[index + 1] if index + 1 < len(words) else ""
@@ -186,15 +185,14 @@ class _CommandReader:
     ) -> ForeignSource:
         if framework == "verl":
             return self._read_verl(program, words)
-        values, notes = _read_flags(words), []
-        if files := [word for word in words if re.search(r"\.(ya?ml|json)$", word) and is_known(word)]:
-            is_config = words[0] == files[0] or any(words[words.index(files[0]) - 1] == flag for flag in ("--config",))
-            if is_config:
-                values.pop("config", None)
-                values = self._read_config(files[0]) | dict(_read_overrides(words)) | values
+        values = _read_flags(words)
+        files = [word for word in words if re.search(r"\.(ya?ml|json)$", word) and is_known(word)]
+        if files and (words[0] == files[0] or words[words.index(files[0]) - 1] == "--config"):
+            values.pop("config", None)
+            values = self._read_config(files[0]) | dict(_read_overrides(words)) | values
         values |= _count_processes([*preceding, *words], command.variables)
         values.pop("nproc_per_node", None)
-        return ForeignSource(framework, program, values, tuple(notes))
+        return ForeignSource(framework, program, values)
 
     def _read_verl(self, program: str, words: list[str]) -> ForeignSource:
         """Read Hydra's command line, over the file that it names."""
@@ -234,7 +232,7 @@ def _resolve(values: dict[str, Any]) -> dict[str, Any]:
     """Return values with those that they refer to by `${a.b}`; what is not in them is marked."""
 
     def find(match: re.Match[str]) -> str:
-        value = values.get(match[1], VERL.defaults.get(match[1]))
+        value = values.get(match[1], load_keys("verl").defaults.get(match[1]))
         return match[0] if value is None else str(value)
 
     resolved = dict(values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from coalign.hub import is_hub_name
@@ -12,9 +12,21 @@ from coalign.hub_data import FILE
 from coalign_migrate.keys.foreign_keys import POLICY, TRAINER, ForeignKeys
 from coalign_migrate.shell.marks import is_known, show
 
+KL_IN_REWARD = ("ppo", "rloo", "reinforce_pp", "remax")
+_CLIPPED = ("ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "opo", "clip_cov")
+_CLIPPED += ("on_policy_distillation",)
+_TAKEN_BY = {  # patterns of settings that some recipes alone have
+    r"loss\.clip_low": (*_CLIPPED, "gspo", "gmpo"),
+    r"loss\.clip_high": (*_CLIPPED, "gspo", "gmpo", "cispo"),
+    r"loss\.dual_clip": _CLIPPED,
+    r"loss\.tau_": ("sapo",),
+    r"advantage\.gamma": ("ppo", "reinforce_pp"),
+    r"advantage\.lam": ("ppo",),
+    r"models\.value\.|models\.trainer\.learns_after": ("ppo",),
+}
+_KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+_KL_ESTIMATORS |= {"k1+": "k1", "k2+": "k2", "k3+": "k3", "low_var_kl+": "k3"}
 _INPUT = re.compile(r"\.load\b|^data\.(train|eval)\b")  # what a person has to fill in
-_SCHEDULES = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
-_SCHEDULES |= {name: name for name in ("constant", "linear", "cosine")}
 _TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")
 
 
@@ -72,6 +84,11 @@ class ForeignTranslation:
         value = None if key in self.unknown else self.get(key)
         return None if value is None else str(value)
 
+    def number(self, key: str, default: float | None = None) -> Any:
+        """Return a value of theirs as a float; None where neither the file nor the framework has one."""
+        value = self.get(key, default)
+        return None if value is None else float(value)
+
     def has(self, *names: str) -> bool:
         """Whether the file itself sets one of these keys."""
         return any(key in self.given for key in names)
@@ -81,12 +98,14 @@ class ForeignTranslation:
         if value is not None:
             self.run[ours] = value
 
-    def set_discounts(self, algorithm: str, gamma: float, lam: float) -> None:
-        """Set the discounts that the advantage of a recipe has."""
-        if algorithm in ("ppo", "reinforce_pp"):
-            self.set("advantage.gamma", gamma)
-        if algorithm == "ppo":
-            self.set("advantage.lam", lam)
+    def presume(self, **values: Any) -> None:
+        """Give keys that the file does not set these values."""
+        for key, value in values.items():
+            self.given.setdefault(key, value)
+
+    def drop(self, *prefixes: str) -> None:
+        """Take settings out of the run, by how their keys begin."""
+        self.run = {key: value for key, value in self.run.items() if not key.startswith(prefixes)}
 
     def refuse(self, key: str, reason: str) -> None:
         """List a key as not translated, for a reason, if the file has it."""
@@ -126,19 +145,22 @@ class ForeignTranslation:
                 reason = str(error) if isinstance(error, ValueError) else f"{', '.join(names)} takes other values"
                 self.refuse(key, reason)
 
-    def convert_warmup(self, key: str, named: str | None = None) -> None:
-        """Set the warm-up from a share of the run, if the file says how many steps that has."""
-        share, steps = float(self.get(key, 0.0)), self.run.get("runtime.steps")
-        if share and isinstance(steps, int):
-            self.set(f"{TRAINER}.optimizer.warmup", round(share * steps))
-        elif share:
-            self.refuse(named or key, f"{share:g} of the run; set models.trainer.optimizer.warmup in steps")
+    def restrict(self, algorithm: str) -> None:
+        """Take out what the loss, the advantage or the models of a recipe do not have."""
+        for key, ours in self.keys.same.items():
+            names = ours.split()
+            missing = [name for name in names if algorithm not in _list_recipes(name, algorithm)]
+            for name in missing:
+                self.run.pop(name, None)
+            if missing == names and key in self.given:
+                listed = self.refused if names[0].startswith("loss.") else self.skipped
+                listed[key] = f"`{algorithm}` has no {'value model' if names[0].startswith('models.') else names[0]}"
 
     def list_unneeded(self) -> Iterator[tuple[str, Any, str]]:
         """Yield keys of the file that have no counterpart because none is needed: key, value, reason."""
         for key, value in self.given.items():
-            reason = self.skipped.get(key) or self.keys.find_reason(key)
-            if reason and key not in self._read:
+            reason = self.skipped.get(key) or (None if key in self._read else self.keys.find_reason(key))
+            if reason:
                 yield self.names[key], value, reason
 
     def list_untranslated(self) -> Iterator[tuple[str, Any, str]]:
@@ -159,6 +181,11 @@ class ForeignTranslation:
             yield self.names[key], text
 
 
+def _list_recipes(name: str, algorithm: str) -> tuple[str, ...]:
+    """Return the recipes that have a setting; ``algorithm`` is among them where all have it."""
+    return next((recipes for pattern, recipes in _TAKEN_BY.items() if re.match(pattern, name)), (algorithm,))
+
+
 def _list_texts(value: Any) -> list[str]:
     """Return all texts in a value."""
     if isinstance(value, Mapping):
@@ -172,13 +199,9 @@ def _show_texts(value: Any) -> Any:
     """Return a value without the marks in its texts."""
     if isinstance(value, dict):
         return {key: _show_texts(item) for key, item in value.items()}
-    return (
-        [_show_texts(item) for item in value]
-        if isinstance(value, list)
-        else show(value)
-        if isinstance(value, str)
-        else value
-    )
+    if isinstance(value, list):
+        return [_show_texts(item) for item in value]
+    return show(value) if isinstance(value, str) else value
 
 
 def _mark_inputs(value: Any) -> Any:
@@ -188,20 +211,65 @@ def _mark_inputs(value: Any) -> Any:
     return value if is_known(value) else f"<{re.sub(r'[{}]', '', show(value))}>"
 
 
+def _convert_trackers(value: Any) -> list[str]:
+    names = [name for name in list_values(value) if name not in ("console", "none")]
+    if unknown := [name for name in names if name not in _TRACKERS]:
+        raise ValueError(f"no tracker {', '.join(map(str, unknown))}; there are {', '.join(_TRACKERS)}")
+    return names
+
+
+def _set_positive(value: Any) -> Any:
+    """Their -1 or 0 for "not set"."""
+    return value if value > 0 else None
+
+
+_SCHEDULES = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
+_SCHEDULES |= {name: name for name in ("constant", "linear", "cosine")}
+_CHOICES = {  # what their names of a choice are here, and what to say of other names
+    "models.trainer.optimizer.schedule": (_SCHEDULES, "schedules are constant, cosine, linear and wsd"),
+    "models.trainer.module": (
+        {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"},
+        "trainers are fsdp, deepspeed and megatron",
+    ),
+    "models.policy.module": (
+        {"vllm": "vllm", "hf": "transformers"},
+        "engines are native, vllm and transformers; the run takes native",
+    ),
+    "runtime.resume": (
+        {"auto": "auto", "disable": "never"},
+        "runtime.resume is auto, never, or a checkpoint of Coalign's",
+    ),
+}
+_CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    r"models\.trainer\.optimizer\.betas": lambda value: [float(beta) for beta in list_values(value)],
+    r"models\.(trainer|value)\.optimizer\.warmup|models\.trainer\.learns_after": _set_positive,
+    r"models\.trainer\.activation_checkpointing": lambda value: (
+        value if value == "selective" else "full" if value and value != "none" else None
+    ),
+    r".*\.compute_dtype": lambda value: "bfloat16" if value in (True, "bf16", "bfloat16") else None,
+    r".*\.top_k": lambda value: max(0, value),
+    r"loss\.entropy_coef": lambda value: float(value) or None,
+    r"(loss|advantage)\..*|models\.value\.(optimizer\.(lr|weight_decay)|loss\..*)|.*\.router_\w+": float,
+    r"runtime\.(save_every|eval_every|eval_prompts|keep|steps|eval_sampling\.top_p)": _set_positive,
+    r"runtime\.epochs": lambda value: max(1, round(value)),
+    r"runtime\.trackers": _convert_trackers,
+}
+
+
 def convert_value(ours: str, value: Any) -> Any:
     """Convert a value of theirs to one of our key; None if it sets nothing here. ValueError without a counterpart."""
-    for pattern, convert in _CONVERSIONS.items():
-        if re.fullmatch(pattern, ours):
-            return convert(value)
-    return value
+    if ours in _CHOICES:
+        names, message = _CHOICES[ours]
+        if value not in names:
+            raise ValueError(message)
+        return names[value]
+    return next((convert(value) for pattern, convert in _CONVERSIONS.items() if re.fullmatch(pattern, ours)), value)
 
 
 def name_data(text: Any, split: str | None = None, config: str | None = None) -> str:
     """Return the name here of a data file or of a dataset of the hub."""
     name = str(text).removeprefix("file://")
-    if name.startswith("<"):
-        return name
-    if not is_hub_name(name) or FILE.search(name):
+    if name.startswith("<") or not is_hub_name(name) or FILE.search(name):
         return name
     return ":".join([name, *([config] if config else []), *([split] if split else [])])
 
@@ -211,6 +279,13 @@ def list_values(value: Any) -> list[Any]:
     if isinstance(value, list | tuple):
         return list(value)
     return [item.strip() for item in value.split(",")] if isinstance(value, str) else [value]
+
+
+def look_up(table: Mapping[str, str], name: Any, what: str) -> str:
+    """Return the recipe of a name of theirs. ValueError, beginning with ``what``, for one without."""
+    if name not in table:
+        raise ValueError(f"{what} has no recipe here; there are recipes for {', '.join(table)}")
+    return table[name]
 
 
 def count_updates(translation: ForeignTranslation, batch: float, update: float, key: str) -> int:
@@ -224,60 +299,96 @@ def count_updates(translation: ForeignTranslation, batch: float, update: float, 
     return updates
 
 
-def _convert_schedule(value: str) -> str:
-    if value not in _SCHEDULES:
-        raise ValueError(f"schedules are {', '.join(sorted(set(_SCHEDULES.values())))} and wsd")
-    return _SCHEDULES[value]
+def set_rows(
+    translation: ForeignTranslation,
+    ours: str,
+    names: Any,
+    *,
+    keys: dict[str, str] | None = None,
+    split: str | None = None,
+    weights: Any = None,
+    max_rows: Any = None,
+) -> None:
+    """Set `data.train` or `data.eval`: files or datasets of the hub, what their columns are called, and their shares.
+
+    ``weights`` and ``max_rows`` are for training alone.
+    """
+    sources: list[dict[str, Any]] = [{"path": name_data(name, split)} for name in list_values(names or [])]
+    shares = list_values(weights) if weights is not None and len(sources) > 1 else []
+    for number, source in enumerate(sources):
+        source |= {"keys": keys} if keys else {}
+        if ours == "data.train":
+            source |= {"weight": float(shares[number])} if number < len(shares) else {}
+            source |= {"max_samples": int(max_rows)} if max_rows and max_rows > 0 else {}
+    translation.set(ours, sources or None)
 
 
-def _convert_trackers(value: Any) -> list[str]:
-    names = [name for name in list_values(value) if name not in ("console", "none")]
-    if unknown := [name for name in names if name not in _TRACKERS]:
-        raise ValueError(f"no tracker {', '.join(map(str, unknown))}; there are {', '.join(_TRACKERS)}")
-    return names
+def set_warmup(translation: ForeignTranslation, key: str, named: str | None = None) -> None:
+    """Set the warm-up from a share of the run, if the file says how many steps that has."""
+    share, steps = float(translation.get(key, 0.0)), translation.run.get("runtime.steps")
+    if share and isinstance(steps, int):
+        translation.set(f"{TRAINER}.optimizer.warmup", round(share * steps))
+    elif share:
+        translation.refuse(named or key, f"{share:g} of the run; set models.trainer.optimizer.warmup in steps")
 
 
-def _convert_module(value: str) -> str:
-    modules = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
-    if value not in modules:
-        raise ValueError("trainers are fsdp, deepspeed and megatron")
-    return modules[value]
+def set_least_rate(translation: ForeignTranslation, key: str) -> None:
+    """Set the least learning rate, where the schedule falls to one."""
+    least, lr, ratio = translation.get(key), translation.run.get(f"{TRAINER}.optimizer.lr"), "optimizer.min_lr_ratio"
+    if least and lr:
+        translation.set(f"{TRAINER}.{ratio}", round(float(least) / float(lr), 6))
+    if translation.run.get(f"{TRAINER}.optimizer.schedule", "constant") == "constant":
+        translation.run.pop(f"{TRAINER}.{ratio}", None)
 
 
-def _convert_engine(value: str) -> str:
-    engines = {"vllm": "vllm", "hf": "transformers"}
-    if value not in engines:
-        raise ValueError("engines are native, vllm and transformers; the run takes native")
-    return engines[value]
+def set_divergence(
+    translation: ForeignTranslation,
+    algorithm: str,
+    *,
+    in_reward: float,
+    in_loss: float,
+    estimator: str,
+    keys: tuple[str, str, str],
+) -> None:
+    """Set the coefficient of the divergence, which a recipe charges in the reward or in the loss.
+
+    ``keys`` are theirs of the reward, of the loss and of the estimator; what the recipe does not charge is refused.
+    """
+    reward_key, loss_key, estimator_key = keys
+    if algorithm in KL_IN_REWARD:
+        translation.set("kl.coef", in_reward)
+        if in_loss:
+            translation.refuse(loss_key, f"`{algorithm}` charges the divergence in the reward (`kl`)")
+    else:
+        translation.set("loss.kl_coef", in_loss)
+        if in_reward:
+            translation.refuse(reward_key, f"`{algorithm}` charges the divergence in the loss")
+        if in_loss and estimator in _KL_ESTIMATORS:
+            translation.set("loss.kl_estimator", _KL_ESTIMATORS[estimator])
+        elif in_loss:
+            translation.refuse(estimator_key, "estimators are k1, k2 and k3; the recipe's own is kept")
+    charged = translation.run.get("loss.kl_coef") or translation.run.get("kl.coef")
+    if charged and translation.run.get(f"{POLICY}.compute_dtype") == "bfloat16":
+        translation.set("models.reference.dtype", "bfloat16")  # as it multiplies
 
 
-def _convert_resume(value: str) -> str:
-    modes = {"auto": "auto", "disable": "never"}
-    if value not in modes:
-        raise ValueError("runtime.resume is auto, never, or a checkpoint of Coalign's")
-    return modes[value]
+def set_reward_models(translation: ForeignTranslation, paths: Iterable[Any], **settings: Any) -> list[dict[str, Any]]:
+    """Add reward models to the run; return their rewards."""
+    rewards = []
+    for number, path in enumerate(paths, start=1):
+        name = "reward" if number == 1 else f"reward_{number}"
+        translation.set(f"models.{name}", {"module": "fsdp", "load": str(path), "head": "reward", "frozen": True})
+        rewards.append({"model": name, **settings})
+    return rewards
 
 
-def _set_positive(value: Any) -> Any:
-    """Their -1 or 0 for "not set"."""
-    return value if value > 0 else None
-
-
-_CONVERSIONS: dict[str, Callable[[Any], Any]] = {
-    r"models\.trainer\.optimizer\.schedule": _convert_schedule,
-    r"models\.trainer\.optimizer\.betas": lambda value: [float(beta) for beta in list_values(value)],
-    r"models\.trainer\.optimizer\.warmup": _set_positive,
-    r"models\.trainer\.activation_checkpointing": lambda value: "full" if value else None,
-    r".*\.compute_dtype": lambda value: "bfloat16" if value in (True, "bf16", "bfloat16") else None,
-    r"models\.trainer\.module": _convert_module,
-    r"models\.policy\.module": _convert_engine,
-    r".*\.top_k": lambda value: max(0, value),
-    r"runtime\.(save_every|eval_every|eval_prompts|keep|steps|eval_sampling\.top_p)": _set_positive,
-    r"runtime\.epochs": lambda value: max(1, round(value)),
-    r"runtime\.trackers": _convert_trackers,
-    r"runtime\.resume": _convert_resume,
-    r"data\.(train|eval)": lambda value: [name_data(name) for name in list_values(value)],
-}
+def wrap_function(translation: ForeignTranslation, name: str) -> dict[str, Any]:
+    """Return the reward that stands for a function of theirs, which a person has to wrap."""
+    whose = translation.keys.name
+    translation.notes.append(
+        f'reward: {name} has {whose}\'s signature; wrap it as docs/writing_a_reward.md, "From another library", shows'
+    )
+    return {"fn": f"<a function that calls {name}>"}
 
 
 def set_adapter(translation: ForeignTranslation, rank: str, alpha: str, dropout: str, target: str) -> None:
@@ -288,34 +399,34 @@ def set_adapter(translation: ForeignTranslation, rank: str, alpha: str, dropout:
         return
     section = f"{TRAINER}.lora"
     translation.set(f"{section}.rank", translation.get(rank))
-    translation.set(f"{section}.alpha", float(translation.get(alpha, 16)))
-    if dropped := translation.get(dropout):
-        translation.set(f"{section}.dropout", float(dropped))
-    target_value = translation.get(target)
-    if isinstance(target_value, str) and re.search(r"[()\[\]|\\+^$]", target_value):
-        return translation.refuse(target, "patterns are those of files here (`*.q_proj`); the run takes all-linear")
-    if target_value and target_value != "all-linear":
-        translation.set(
-            f"{section}.target", [name if "*" in name else f"*.{name}" for name in list_values(target_value)]
-        )
+    translation.set(f"{section}.alpha", translation.number(alpha, 16))
+    translation.set(f"{section}.dropout", translation.number(dropout) or None)
+    names = translation.get(target)
+    if isinstance(names, str) and re.search(r"[()\[\]|\\+^$]", names):
+        translation.refuse(target, "patterns are those of files here (`*.q_proj`); the run takes all-linear")
+    elif names and names != "all-linear":
+        translation.set(f"{section}.target", [name if "*" in name else f"*.{name}" for name in list_values(names)])
 
 
-def set_trackers(translation: ForeignTranslation, project: str, run: str) -> None:
-    """Give the trackers of the run the project and the name of theirs."""
+def set_trackers(
+    translation: ForeignTranslation, project: str, run: str, used: Mapping[str, str] | None = None
+) -> None:
+    """Give the trackers of the run the project and the name of theirs; ``used`` has the keys that choose trackers."""
+    if used:
+        chosen = [name for name, key in used.items() if key in translation.unknown or translation.get(key)]
+        translation.set("runtime.trackers", chosen or None)
     names = {"project": translation.get_text(project), "run": translation.get_text(run)}
-    names = {name: value for name, value in names.items() if value is not None}
-    trackers = translation.run.get("runtime.trackers")
-    if names and trackers:
-        translation.run["runtime.trackers"] = [
-            {"name": name, **names} if name != "tensorboard" else name for name in trackers
-        ]
+    names = {name: value for name, value in names.items() if value}
+    if names and (trackers := translation.run.get("runtime.trackers")):
+        named = [name if name == "tensorboard" else {"name": name, **names} for name in trackers]
+        translation.set("runtime.trackers", named)
 
 
-def set_reference(translation: ForeignTranslation) -> None:
-    """Store the reference in bfloat16, as it multiplies, where the run has one."""
-    charged = translation.run.get("loss.kl_coef") or translation.run.get("kl.coef")
-    if charged and translation.run.get(f"{POLICY}.compute_dtype") == "bfloat16":
-        translation.set("models.reference.dtype", "bfloat16")
+def set_vision(translation: ForeignTranslation, tower: str, projector: str = "", language: str = "") -> None:
+    """Freeze the components of a vision-language model for which these keys say so."""
+    for component, key in {"tower": tower, "projector": projector, "language": language}.items():
+        if key and translation.get(key) is True:
+            translation.set(f"{TRAINER}.vision.{component}", "freeze")
 
 
 def set_policy_parallel(translation: ForeignTranslation) -> None:
@@ -324,5 +435,4 @@ def set_policy_parallel(translation: ForeignTranslation) -> None:
         if translation.run.get(f"{POLICY}.{degree}", 1) != 1:
             translation.run.setdefault(f"{TRAINER}.{degree}", 1)
     if translation.run.get(f"{POLICY}.module") != "vllm":
-        for key in [key for key in translation.run if key.startswith(f"{POLICY}.vllm.")]:
-            del translation.run[key]
+        translation.drop(f"{POLICY}.vllm.")

@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from coalign_migrate.keys.foreign_keys import POLICY, TRAINER
-from coalign_migrate.keys.trl import TRL
+from coalign_migrate.keys.foreign_keys import POLICY, SAMPLING, TRAINER, load_keys
 from coalign_migrate.translation import (
     ForeignTranslation,
     list_values,
     name_data,
     set_adapter,
     set_policy_parallel,
+    set_reward_models,
+    set_trackers,
+    set_warmup,
+    wrap_function,
 )
 
 TRAINERS = {"sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "reward_model", "grpo": "grpo", "rloo": "rloo"}
@@ -30,12 +33,7 @@ _MARKS = {  # arguments that one trainer alone has
 }
 _AGGREGATIONS = {"dapo": "token_mean", "bnpo": "token_mean", "grpo": "sequence_mean_token_mean", "dr_grpo": "constant"}
 _PAIRWISE = ("ipo", "hinge", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop", "aot")
-_CORRECTIONS = {
-    "token_truncate": ("token", "truncate"),
-    "token_mask": ("token", "mask"),
-    "sequence_truncate": ("product", "truncate"),
-    "sequence_mask": ("product", "mask"),
-}
+_CORRECTIONS = {"token": "token", "sequence": "product"}  # what stands before `_truncate` or `_mask`
 _REWARDS = {"accuracy_reward": "math", "trl.rewards.accuracy_reward": "math", "accuracy": "math"}
 
 
@@ -62,11 +60,9 @@ def find_trainer(program: str | None, values: dict[str, Any]) -> str:
 
 def translate_trl(trainer: str, values: dict[str, Any]) -> ForeignTranslation:
     """Translate the arguments of `trl sft`, `trl grpo` and so on, or of a trainer in Python."""
-    translation = ForeignTranslation(TRL, values, main=find_main(trainer))
+    translation = ForeignTranslation(load_keys("trl"), values, main=find_main(trainer))
     translation.set(f"{TRAINER}.optimizer.lr", _RATES.get(trainer, 1e-6))
     translation.copy_same()
-    translation.set(f"models.{translation.main}.load", translation.get("model_name_or_path"))
-    translation.set(f"models.{translation.main}.tokenizer", translation.get("tokenizer_name_or_path"))
     _set_data(translation)
     set_trainer(translation, trainer)
     return translation
@@ -82,7 +78,7 @@ def set_trainer(translation: ForeignTranslation, trainer: str) -> None:
     online = trainer in _ONLINE
     translation.set("algorithm", TRAINERS[trainer])
     _set_sizes(translation, online=online)
-    set_training_arguments(translation)
+    _set_training_arguments(translation)
     if trainer == "ppo":
         _set_ppo(translation)
     elif trainer == "online_dpo":
@@ -91,7 +87,6 @@ def set_trainer(translation: ForeignTranslation, trainer: str) -> None:
         _set_policy_loss(translation, trainer)
     else:
         _set_offline_loss(translation, trainer)
-        _set_masks(translation)
     if online:
         _set_rewards(translation)
         _set_rollout(translation)
@@ -99,32 +94,26 @@ def set_trainer(translation: ForeignTranslation, trainer: str) -> None:
     set_policy_parallel(translation)
 
 
-def _count_rows(translation: ForeignTranslation) -> int:
-    """Return the rows of an update: theirs count those of one device and one micro-batch."""
-    rows, micros = translation.get("per_device_train_batch_size"), translation.get("gradient_accumulation_steps")
-    processes = translation.get("num_processes")
+def _set_sizes(translation: ForeignTranslation, *, online: bool) -> None:
+    """Set the rows of a step: theirs count those of one device and one micro-batch."""
+    micros, processes = translation.get("gradient_accumulation_steps"), translation.get("num_processes")
+    update = translation.get("per_device_train_batch_size") * micros * (processes or 1)
     if processes is None:
         translation.notes.append(
             f"runtime.prompts_per_step is for one process of {translation.keys.name}; multiply it by their number"
         )
-    return rows * micros * (processes or 1)
-
-
-def _set_sizes(translation: ForeignTranslation, *, online: bool) -> None:
-    update = _count_rows(translation)
     if not online or translation.run["algorithm"] in ("ppo", "online_dpo"):
         translation.set("runtime.prompts_per_step", update)
         length = translation.get("response_length", translation.get("max_new_tokens"))
-        if online and length:
-            translation.set(f"{POLICY}.sampling.max_new_tokens", length)
+        translation.set(f"{SAMPLING}.max_new_tokens", length or None if online else None)
         return
     samples = translation.run.setdefault("runtime.samples_per_prompt", 8)
     steps, batch = translation.get("steps_per_generation"), translation.get("generation_batch_size")
-    batch = batch or update * steps // translation.get("gradient_accumulation_steps") if steps else batch or update
+    batch = batch or (update * steps // micros if steps else update)
     translation.set("runtime.prompts_per_step", max(1, batch // samples))
     if batch > update:
         translation.set(f"{TRAINER}.updates_per_batch", round(batch / update))
-    translation.run.setdefault(f"{POLICY}.sampling.max_new_tokens", 256)
+    translation.run.setdefault(f"{SAMPLING}.max_new_tokens", 256)
 
 
 def _set_data(translation: ForeignTranslation) -> None:
@@ -145,33 +134,20 @@ def _set_data(translation: ForeignTranslation) -> None:
         translation.set("data.eval", [name_data(eval_rows)])
 
 
-def _set_masks(translation: ForeignTranslation) -> None:
-    """Set the turns that SFT learns, where the file says it."""
-    assistant, completion = translation.get("assistant_only_loss"), translation.get("completion_only_loss")
-    if translation.run["algorithm"] != "sft" or assistant is completion is None:
-        return
-    translation.set("data.train_on", "assistant" if assistant else "last" if completion else "all")
-
-
-def set_training_arguments(translation: ForeignTranslation) -> None:
+def _set_training_arguments(translation: ForeignTranslation) -> None:
     """Set what transformers' TrainingArguments decide together. TRL multiplies in bfloat16 by default."""
     _set_optimizer(translation)
-    _set_warmup(translation)
     _set_intervals(translation)
     half, full = translation.get("fp16", False), translation.get("bf16", True)
     translation.set(f"models.{translation.main}.compute_dtype", "bfloat16" if half or full else "float32")
     if half:
         translation.refuse("fp16", "products are in bfloat16, which has the range of float32")
-    run, project = translation.get_text("run_name"), translation.get_text("project")
-    names = {name: value for name, value in {"project": project, "run": run}.items() if value}
-    if names and (trackers := translation.run.get("runtime.trackers")):
-        named = [{"name": tracker, **names} if tracker != "tensorboard" else tracker for tracker in trackers]
-        translation.set("runtime.trackers", named)
+    set_trackers(translation, "project", "run_name")
 
 
 def _set_optimizer(translation: ForeignTranslation) -> None:
     schedule = translation.run.setdefault(f"{TRAINER}.optimizer.schedule", "linear")  # transformers' own
-    betas = [float(translation.get("adam_beta1", 0.9)), float(translation.get("adam_beta2", 0.999))]
+    betas = [translation.number("adam_beta1", 0.9), translation.number("adam_beta2", 0.999)]
     if betas != [0.9, 0.999]:
         translation.set(f"{TRAINER}.optimizer.betas", betas)
     least = translation.get("lr_scheduler_kwargs")
@@ -184,16 +160,13 @@ def _set_optimizer(translation: ForeignTranslation) -> None:
         translation.set(f"{TRAINER}.optimizer.name", names[name])
     elif not re.match(r"(paged_)?adamw", name):
         translation.refuse("optim", "see models.trainer.optimizer.name; the run takes adamw")
-
-
-def _set_warmup(translation: ForeignTranslation) -> None:
-    """Set the warm-up; since transformers 5, `warmup_steps` below 1 is a share."""
     warmup = translation.get("warmup_steps")
-    if warmup and warmup < 1:
+    is_share = bool(warmup) and warmup < 1  # since transformers 5
+    if is_share:
         translation.given["warmup_ratio"] = warmup
-    elif warmup:
-        translation.set(f"{TRAINER}.optimizer.warmup", int(warmup))
-    translation.convert_warmup("warmup_ratio", named="warmup_steps" if warmup and warmup < 1 else "warmup_ratio")
+    else:
+        translation.set(f"{TRAINER}.optimizer.warmup", int(warmup) if warmup else None)
+    set_warmup(translation, "warmup_ratio", named="warmup_steps" if is_share else "warmup_ratio")
 
 
 def _set_intervals(translation: ForeignTranslation) -> None:
@@ -209,19 +182,20 @@ def _set_intervals(translation: ForeignTranslation) -> None:
 
 def _set_ppo(translation: ForeignTranslation) -> None:
     """Set the loss of PPO, with TRL's defaults."""
-    clip = float(translation.get("cliprange", 0.2))
+    clip = translation.number("cliprange", 0.2)
     translation.set("loss.clip_low", clip)
     translation.set("loss.clip_high", clip)
-    translation.set("kl.coef", float(translation.get("kl_coef", 0.05)))
-    translation.set("models.value.loss.clip", float(translation.get("cliprange_value", 0.2)))
+    translation.set("kl.coef", translation.number("kl_coef", 0.05))
+    translation.set("models.value.loss.clip", translation.number("cliprange_value", 0.2))
     translation.set("models.value.load", translation.get("value_model"))
-    translation.set_discounts("ppo", float(translation.get("gamma", 1.0)), float(translation.get("lam", 0.95)))
+    translation.set("advantage.gamma", translation.number("gamma", 1.0))
+    translation.set("advantage.lam", translation.number("lam", 0.95))
     translation.set(f"{TRAINER}.epochs_per_batch", translation.get("num_ppo_epochs", 4))
     translation.set(f"{TRAINER}.updates_per_batch", translation.get("num_mini_batches", 1))
 
 
 def _set_pairs_loss(translation: ForeignTranslation) -> None:
-    translation.set("loss.beta", float(translation.get("beta", 0.1)))
+    translation.set("loss.beta", translation.number("beta", 0.1))
     loss_type = translation.get("loss_type", "sigmoid")
     translation.set("loss.fn", {"sigmoid": "dpo", "ipo": "ipo"}.get(loss_type, "dpo"))
     if loss_type not in ("sigmoid", "ipo"):
@@ -230,8 +204,8 @@ def _set_pairs_loss(translation: ForeignTranslation) -> None:
 
 def _set_policy_loss(translation: ForeignTranslation, trainer: str) -> None:
     loss_type = translation.get("loss_type", "dapo")
-    low = float(translation.get("epsilon", 0.2))
-    high = float(translation.get("epsilon_high", low))
+    low = translation.number("epsilon", 0.2)
+    high = translation.number("epsilon_high", low)
     algorithm = loss_type if loss_type in ("cispo", "sapo") else TRAINERS[trainer]
     if translation.get("importance_sampling_level", "token") == "sequence":
         algorithm = "gspo"
@@ -245,12 +219,11 @@ def _set_policy_loss(translation: ForeignTranslation, trainer: str) -> None:
         mean = _AGGREGATIONS[loss_type]
         translation.set("loss.aggregation", "sequence_mean_token_mean" if algorithm == "gspo" else mean)
         if mean == "constant" and algorithm != "gspo":
-            translation.set("loss.constant_length", translation.run[f"{POLICY}.sampling.max_new_tokens"])
+            translation.set("loss.constant_length", translation.run[f"{SAMPLING}.max_new_tokens"])
     elif loss_type not in ("cispo", "sapo"):
         translation.refuse("loss_type", "no such mean here; see `loss.aggregation` in docs/algorithms.md")
-    if dual := translation.get("delta"):
-        translation.set("loss.dual_clip", float(dual))
-    beta = float(translation.get("beta", 0.0 if trainer == "grpo" else 0.05))
+    translation.set("loss.dual_clip", translation.number("delta") or None)
+    beta = translation.number("beta", 0.0 if trainer == "grpo" else 0.05)
     translation.set("loss.kl_coef" if trainer == "grpo" else "kl.coef", beta)
     scale = translation.get("scale_rewards")
     scales = {"group": "std", True: "std", "batch": "batch", "none": "none", False: "none"}
@@ -264,24 +237,16 @@ def _set_policy_loss(translation: ForeignTranslation, trainer: str) -> None:
 
 def _set_rewards(translation: ForeignTranslation) -> None:
     names, weights = translation.get("reward_funcs"), translation.get("reward_weights")
-    models = translation.get("reward_model_name_or_path")
-    models = [str(model) for model in list_values(models)] if models else []
+    models = list_values(translation.get("reward_model_name_or_path") or [])
     rewards: list[dict[str, Any]] = []
-    for name in list_values(names) if names else []:
+    for name in list_values(names or []):
         if name in _REWARDS:
             rewards.append({"fn": _REWARDS[name]})
-            continue
-        if "/" in name:  # a model of the hub
+        elif "/" in name:  # a model of the hub
             models.append(name)
-            continue
-        rewards.append({"fn": f"<a function that calls {name}>"})
-        translation.notes.append(
-            f'reward: {name} has TRL\'s signature; wrap it as docs/writing_a_reward.md, "From another library", shows'
-        )
-    for number, path in enumerate(models, start=1):
-        model = "reward" if number == 1 else f"reward_{number}"
-        translation.set(f"models.{model}", {"module": "fsdp", "load": path, "head": "reward", "frozen": True})
-        rewards.append({"model": model})
+        else:
+            rewards.append(wrap_function(translation, name))
+    rewards += set_reward_models(translation, models)
     for reward, weight in zip(rewards, list_values(weights) if weights else [], strict=False):
         reward["weight"] = float(weight)
     translation.set("reward", rewards or None)
@@ -290,23 +255,23 @@ def _set_rewards(translation: ForeignTranslation) -> None:
 def _set_rollout(translation: ForeignTranslation) -> None:
     uses, corrects = translation.get("use_vllm", False), translation.get("vllm_importance_sampling_correction", True)
     mode = translation.get("vllm_importance_sampling_mode", "sequence_mask")
-    cap = translation.get("vllm_importance_sampling_cap", 3.0)
+    cap = translation.number("vllm_importance_sampling_cap", 3.0)
     if translation.get("vllm_mode") == "server":
         translation.notes.append("models.policy: TRL's vLLM server is a process of the run here (docs/placement.md)")
     if not uses:
         return
     translation.set(f"{POLICY}.module", "vllm")
-    if corrects and mode in _CORRECTIONS and translation.run["algorithm"] != "online_dpo":
-        level, bound = _CORRECTIONS[mode]
-        translation.set("loss.is_level", level)
+    level, _, bound = mode.partition("_")
+    if corrects and level in _CORRECTIONS and translation.run["algorithm"] != "online_dpo":
+        translation.set("loss.is_level", _CORRECTIONS[level])
         translation.set("loss.is_mode", bound)
-        translation.set("loss.is_high", float(cap))
+        translation.set("loss.is_high", cap)
 
 
 def _set_offline_loss(translation: ForeignTranslation, trainer: str) -> None:
     if trainer in ("orpo", "cpo"):
         return _set_reference_free_loss(translation, trainer)
-    beta, smoothing = translation.get("beta"), translation.get("label_smoothing")
+    smoothing = translation.number("label_smoothing")
     loss_types = list_values(translation.get("loss_type", "sigmoid" if trainer == "dpo" else trainer))
     if trainer == "dpo":
         loss_type = str(loss_types[0])
@@ -315,25 +280,26 @@ def _set_offline_loss(translation: ForeignTranslation, trainer: str) -> None:
             translation.refuse("loss_type", "see the table of names in docs/writing_a_loss.md")
         translation.set("loss.robust", True if loss_type == "robust" else None)
         translation.set("loss.length_normalised", True if loss_type == "sigmoid_norm" else None)
-        if smoothing and translation.run["loss.fn"] == "dpo":
-            translation.set("loss.label_smoothing", float(smoothing))
+        translation.set("loss.label_smoothing", smoothing or None if translation.run["loss.fn"] == "dpo" else None)
     if trainer in ("dpo", "kto"):
-        translation.set("loss.beta", float(beta if beta is not None else 0.1))
+        translation.set("loss.beta", translation.number("beta", 0.1))
         translation.set("models.reference.load", translation.get("ref_model"))
     if trainer == "kto":
         for name in ("desirable_weight", "undesirable_weight"):
-            value = translation.get(name)
-            translation.set(f"loss.{name}", None if value is None else float(value))
-    if trainer == "reward" and (centre := translation.get("center_rewards_coefficient")):
-        translation.set("loss.centre_coef", float(centre))
+            translation.set(f"loss.{name}", translation.number(name))
+    if trainer == "reward":
+        translation.set("loss.centre_coef", translation.number("center_rewards_coefficient") or None)
+    assistant, completion = translation.get("assistant_only_loss"), translation.get("completion_only_loss")
+    if trainer == "sft" and not assistant is completion is None:
+        translation.set("data.train_on", "assistant" if assistant else "last" if completion else "all")
 
 
 def _set_reference_free_loss(translation: ForeignTranslation, trainer: str) -> None:
     """Set the loss of ORPO, CPO or SimPO, which is a `loss_type` of CPO."""
-    translation.set("loss.beta", float(translation.get("beta", 0.1)))
+    translation.set("loss.beta", translation.number("beta", 0.1))
     if trainer == "orpo":
         return
-    loss_type, nll = translation.get("loss_type", "sigmoid"), float(translation.get("cpo_alpha", 1.0))
+    loss_type, nll = translation.get("loss_type", "sigmoid"), translation.number("cpo_alpha", 1.0)
     margin = translation.get("simpo_gamma", 0.5)
     if loss_type == "simpo":
         translation.set("loss.fn", "simpo")
@@ -347,13 +313,11 @@ def _set_reference_free_loss(translation: ForeignTranslation, trainer: str) -> N
 
 
 def _set_adapter(translation: ForeignTranslation) -> None:
-    names = ("use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora", "use_dora")
     if not translation.get("use_peft", False):
-        for name in (*names, "load_in_4bit"):
+        for name in ("lora_*", "use_rslora", "use_dora", "load_in_4bit"):
             translation.skip(name, "use_peft is not set")
         return
-    translation.given.setdefault("lora_r", 16)
-    translation.given.setdefault("lora_alpha", 32)
+    translation.presume(lora_r=16, lora_alpha=32)
     set_adapter(translation, "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
     for name, ours in {"use_rslora": "rslora", "use_dora": "dora"}.items():
         translation.set(f"{TRAINER}.lora.{ours}", translation.get(name) or None)

@@ -230,25 +230,3 @@ def test_the_command_writes_a_new_file(home, tmp_path):
     assert done.exit_code == 0 and load_config(run).algorithm == "dpo"
     again = CliRunner().invoke(app, ["import-config", str(home / "trl_dpo.yaml"), str(run)])
     assert "is there already" in str(again.exception)
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        (
-            "a.yaml",
-            "algorithm: grpo\n",
-            r"neither verl's \(`actor_rollout_ref`\), ChatLearn's .*, TRL's or LLaMA-Factory's",
-        ),
-        ("a.yaml", "models: {ppo_policy: {}}\nruntime: {num_episode: 1}\n", "without a model that generates"),
-        ("a.sh", "python entry.py -c none.yaml\n", "none.yaml"),
-        ("a.sh", "python train.sh\n", "no command of verl"),
-        ("a.sh", "python -m openrlhf.cli.train_kd --pretrain x\n", r"train_kd has no recipe here"),
-        ("a.yaml", "model_name_or_path: x\n", "no argument says which of TRL's trainers"),
-        ("a.yaml", "actor_rollout_ref: {model: {path: '${oc.env:NOBODY_SETS_THIS}'}}\n", "NOBODY_SETS_THIS"),
-    ],
-)
-def test_other_files_are_refused(tmp_path, name, text, message):
-    (tmp_path / name).write_text(text)
-    with pytest.raises((ValueError, OSError), match=message):
-        import_config(tmp_path / name)

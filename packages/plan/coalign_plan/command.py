@@ -26,7 +26,9 @@ def plan(
     ] = "seconds",
     top: Annotated[int, typer.Option(min=0, help="How many layouts to propose; 0: do not search.")] = 5,
     price: Annotated[float | None, typer.Option(min=0.0, help="Dollars of a GPU-hour.")] = None,
-    write: Annotated[Path | None, typer.Option(help="A new file: the YAML with the lines of the best layout.")] = None,
+    write: Annotated[
+        Path | None, typer.Option(help="A new file that includes this one and sets the best layout.")
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="A new file, .png or .json: the predicted step beside a measured one.")
     ] = None,

@@ -50,17 +50,12 @@ class EngineReplica:
     @cached_property
     def weight_bytes(self) -> float:
         """Bytes of weights on each device of the replica."""
-        return self._weights_per_device * self.work.weight_bytes
-
-    @cached_property
-    def _weights_per_device(self) -> float:
         layout, size = self.work.layout, self.work.size
         dense = sum(layer.count * layer.dense for layer in size.layers)
         experts = size.expert_parameters / layout.tensor
         ends = size.embedding + (0 if size.is_tied else size.head)
-        if self._attends_in_parallel:
-            return (dense + ends + experts) / layout.pipeline
-        return (dense / layout.tensor + ends / layout.tensor + experts) / layout.pipeline
+        weights = dense + ends if self._attends_in_parallel else dense / layout.tensor + ends / layout.tensor
+        return (weights + experts) / layout.pipeline * self.work.weight_bytes
 
     @property
     def cache_bytes(self) -> float:

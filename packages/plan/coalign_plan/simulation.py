@@ -68,13 +68,6 @@ class ReplicaSimulation:
     def submit(self, groups: Sequence[SequenceGroup]) -> None:
         self.waiting.extend(group for group in groups if group.count > EPSILON)
 
-    def pause(self, seconds: float, *, recomputes: bool = False) -> None:
-        """Stand still for ``seconds``; with ``recomputes``, compute the caches of running sequences again."""
-        self.time += seconds
-        if recomputes and self.running:
-            tokens = sum(group.count * group.context for group in self.running)
-            self._work(self.prices.prefill_seconds(tokens, tokens / self.sequences))
-
     def wait_until(self, time: float) -> None:
         self.time = max(self.time, time)
 
@@ -174,13 +167,10 @@ class StepRules:
     needed: float
     train_seconds: float
     sync_seconds: float = 0.0
-    delay_seconds: float = 0.0  # between a batch's last token and its training: rewards
     staleness: float = 0.0
     in_order: bool = True
     carries: bool = False
-    recomputes: bool = False  # caches of running sequences after a sync
     oversample: float = 1.0
-    sync_every: int = 1
 
 
 @dataclass(frozen=True)
@@ -233,8 +223,7 @@ def simulate_steps(
             if not replica.has_work:
                 raise RuntimeError("a rollout ended without enough samples")  # admitted < needed
             replica.advance()
-        ready = replica.time + rules.delay_seconds
-        start = max(ready, trainer_free)
+        start = max(replica.time, trainer_free)
         waits.append(start - trainer_free)
         trained += rules.needed
         ages.append(version - versions[min(version, drawn - 1)])
@@ -246,13 +235,11 @@ def simulate_steps(
         else:
             while replica.time < end - EPSILON:
                 replica.advance(end)
-        trainer_free = end
-        if (version + 1) % rules.sync_every == 0:
-            if not rules.carries and rules.staleness:
-                _drain(replica)
-            replica.pause(rules.sync_seconds, recomputes=rules.recomputes)
-            trainer_free = replica.time if rules.staleness == 0 else max(end, end + rules.sync_seconds)
-            served = version + 1
+        if not rules.carries and rules.staleness:
+            _drain(replica)
+        replica.time += rules.sync_seconds
+        trainer_free = replica.time if rules.staleness == 0 else end + rules.sync_seconds
+        served = version + 1
         ends.append(trainer_free)
         if version == steps - counted - 1:
             last, warmup_busy = trainer_free, replica.busy
@@ -261,9 +248,7 @@ def simulate_steps(
     untrained = sum(replica.complete.values()) - trained
     return SimulatedSteps(
         period=period,
-        generation=max(0.0, period - rules.train_seconds - rules.sync_seconds - rules.delay_seconds)
-        if rules.staleness == 0
-        else period,
+        generation=period if rules.staleness else max(0.0, period - rules.train_seconds - rules.sync_seconds),
         trainer_wait=sum(waits[-counted:]) / counted,
         replica_busy=min(1.0, (replica.busy - warmup_busy) / max(EPSILON, period * counted)),
         staleness=sum(ages[-counted:]) / counted,

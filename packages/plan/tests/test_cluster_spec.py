@@ -11,11 +11,12 @@ def test_a_cluster_is_nodes_of_devices():
     cluster = ClusterSpec.parse("64x8:H100")
     assert (cluster.nodes, cluster.gpus_per_node, cluster.gpus) == (64, 8, 512)
     assert cluster.memory_bytes == 80 * 2**30 and str(cluster) == "64x8:H100"
+    assert (cluster.domain, ClusterSpec.parse("18x4:GB200").domain) == (8, 72)
 
 
 @pytest.mark.parametrize("name", [*GPUS, "h100", "NVIDIA H100 80GB HBM3", "A100", "NVIDIA GeForce RTX 4090", "mi300x"])
 def test_devices_are_found_in_any_spelling(name):
-    assert find_gpu(name).name in GPUS
+    assert find_gpu(name).name in GPUS and find_gpu("NVIDIA H100 80GB HBM3").name == "H100"
 
 
 @pytest.mark.parametrize(

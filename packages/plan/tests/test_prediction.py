@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from coalign_plan.constants import Constants, MeasuredMachine, load_machine
-from coalign_plan.gpus import ClusterSpec, find_gpu
+from coalign_plan.gpus import find_gpu
 from coalign_plan.job import LengthDistribution
 from coalign_plan.prediction import predict_step
 from packages.plan.tests.shapes import CLUSTER, engine, job, trainer
@@ -95,17 +95,6 @@ def test_a_prediction_is_quick():
     begun = time.process_time()
     predict(job(*works, prompts=512, samples=16, max_staleness=4))
     assert time.process_time() - begun < 2
-
-
-def test_clusters_and_devices_by_name():
-    cluster = ClusterSpec.parse("64x8:H100")
-    assert (cluster.gpus, cluster.gpu.name, cluster.domain) == (512, "H100", 8)
-    assert ClusterSpec.parse("18x4:GB200").domain == 72
-    assert find_gpu("NVIDIA H100 80GB HBM3").name == "H100"
-    with pytest.raises(ValueError, match="'H1000' is not known; the nearest is H100"):
-        find_gpu("H1000")
-    with pytest.raises(ValueError, match="NODESxGPUS:NAME"):
-        ClusterSpec.parse("8 H100")
 
 
 def test_a_measured_machine_is_kept_in_a_file(tmp_path):

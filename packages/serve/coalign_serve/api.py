@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from coalign.api import Function, Overrides, PathText, Source, load_config
 from coalign.config import load_section
-from coalign_serve.config.pipeline import GenerateConfig
+from coalign_serve.config.stages import GenerateConfig
 
 
 def generate(

@@ -137,7 +137,6 @@ def score(
     model: RewardModel = None,
     reward: Rewards = None,
     key: Key = "prompt",
-    response_key: Annotated[str, typer.Option(help="The response's key in the input.")] = "response",
     images: Images = False,
     chat_template: Template = None,
     score_at: ScoreAt = None,
@@ -148,7 +147,7 @@ def score(
     """Score responses with a reward model or reward functions. After an interruption the same command resumes."""
     from coalign.config.schema import DataConfig, ImagesConfig, RewardConfig, SourceConfig
     from coalign.report.display import Display
-    from coalign_serve.config.pipeline import ScoreConfig
+    from coalign_serve.config.stages import ScoreConfig
     from coalign_serve.score import score as judge
 
     if (model is None) == (not reward):
@@ -157,7 +156,6 @@ def score(
         data=DataConfig(
             train=[SourceConfig(path=str(responses))], prompt_key=key, images=ImagesConfig() if images else None
         ),
-        response_key=response_key,
         reward=[RewardConfig.model_validate(section) for section in _reward_sections(reward)],
         reward_model=str(model) if model else None,
         reward_template=chat_template,
@@ -217,16 +215,6 @@ def serve_reward(
     ] = None,
     port: Annotated[int | None, typer.Option(help="Default 5000; 0: any free port.")] = None,
     api_key_env: Annotated[str | None, typer.Option(help="Environment variable that holds the API key.")] = None,
-    label_key: Annotated[
-        str | None, typer.Option(help="The row's key for `labels`, default `answer`.", show_default=False)
-    ] = None,
-    strip: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A text at the end of a `query` that is not part of the response (`<|im_end|>`); may be given again."
-        ),
-    ] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Responses scored together; default 64.")] = None,
     images: Images = False,
     image_root: ImageRoot = None,
     chat_template: Annotated[
@@ -253,9 +241,6 @@ def serve_reward(
         "host": host,
         "port": port,
         "api_key_env": api_key_env,
-        "label_key": label_key,
-        "strip": strip or None,
-        "batch_size": batch_size,
         "images": _image_section(images, image_root),
         "dtype": dtype,
         "device": device,

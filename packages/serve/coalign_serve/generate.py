@@ -17,7 +17,7 @@ from coalign.data.templates import read_samples
 from coalign.report.display import Display
 from coalign.roles import Context
 from coalign.types import Sample, Status
-from coalign_serve.config.pipeline import GenerateConfig
+from coalign_serve.config.stages import GenerateConfig
 from coalign_serve.judges import ResponseJudge, ResponseToScore, choose_device, open_judge
 from coalign_serve.resumable import (
     JsonRecord,

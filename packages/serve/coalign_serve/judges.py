@@ -20,7 +20,7 @@ from coalign.engine.reward import build_terms, combine
 from coalign.rewards.calls import RewardCaller, RewardError, RewardFailure, RewardOutcome
 from coalign.roles import Context
 from coalign.types import Sample, Status
-from coalign_serve.config.pipeline import JudgeConfig
+from coalign_serve.config.stages import JudgeConfig
 from coalign_serve.run_model import choose_template, fetch_in_dtype, find_model
 
 

@@ -17,13 +17,12 @@ from pathlib import Path
 
 import torch
 
-from coalign.backends.base import Objective
 from coalign.config.errors import Conflict
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import RunConfig, Section, SourceConfig
 from coalign.files import move_aside, write_text_atomically
 from coalign.launch.fetch import fetch_sources
-from coalign.launch.plan import find_recipe, prepare
+from coalign.launch.plan import find_recipe, outline_run, prepare
 from coalign.launch.run import train
 from coalign.launch.trace import trace
 from coalign.launch.validate import check_reward_lengths
@@ -31,8 +30,8 @@ from coalign.report.display import Display
 from coalign.report.step_line import format_metric
 from coalign.roles import Trainable
 from coalign.run_files.lock import lock_folder
-from coalign_serve.config.pipeline import GenerateConfig, JudgeConfig, ScoreConfig, SelectConfig
 from coalign_serve.config.pipeline_file import PipelineFile, is_pipeline, load_pipeline
+from coalign_serve.config.stages import GenerateConfig, JudgeConfig, ScoreConfig, SelectConfig
 from coalign_serve.generate import generate
 from coalign_serve.judges import choose_device
 from coalign_serve.resumable import JsonRecord, fingerprint_settings
@@ -115,9 +114,7 @@ def run_stage(stage: PlannedStage, display: Display) -> tuple[dict[str, float], 
 
 def trains_a_policy(config: RunConfig) -> bool:
     """Tell whether a run's main model is a language model, which then becomes the pipeline's current model."""
-    loss = Objective.of(config.loss, "loss") if config.loss else None
-    roles = find_recipe(config.algorithm).roles(config, loss)
-    main = next(name for name, role in roles.items() if role is Trainable)
+    main = next(name for name, role in outline_run(config).roles.items() if role is Trainable)
     return config.models[main].head == "lm"
 
 

@@ -17,7 +17,7 @@ from coalign.data.reader import RowReader
 from coalign.data.sources import BadRow, FileRows, open_rows
 from coalign.report.display import Display
 from coalign.types import Status
-from coalign_serve.config.pipeline import ScoreConfig
+from coalign_serve.config.stages import ScoreConfig
 from coalign_serve.judges import ResponseJudge, ResponseToScore, Verdict, open_judge
 from coalign_serve.resumable import JsonRecord, ResumableOutput, fingerprint_settings, list_inputs, require_writable
 

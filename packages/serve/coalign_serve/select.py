@@ -13,7 +13,7 @@ from coalign.data.reader import RowReader
 from coalign.data.sources import BadRow, FileRows, is_number, open_rows
 from coalign.files import require_free_output, write_atomically
 from coalign.types import Status
-from coalign_serve.config.pipeline import SelectConfig
+from coalign_serve.config.stages import SelectConfig
 from coalign_serve.resumable import JsonRecord, open_records
 
 READER = RowReader(DataConfig(), SourceConfig(path=""))

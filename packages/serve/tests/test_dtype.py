@@ -12,7 +12,7 @@ import coalign
 from coalign.backends.engines.native import kernels
 from coalign.config import load_section
 from coalign.report.display import Display
-from coalign_serve.config.pipeline import GenerateConfig
+from coalign_serve.config.stages import GenerateConfig
 from coalign_serve.generate import generate
 from coalign_serve.run_model import choose_dtype
 from tests.runs import settings

@@ -8,7 +8,7 @@ from coalign.config.introspect import is_result_relevant
 from coalign.config.schema import RewardConfig, RunConfig
 from coalign.files import hash_file
 from coalign_serve import resumable
-from coalign_serve.config.pipeline import GenerateConfig, SelectConfig
+from coalign_serve.config.stages import GenerateConfig, SelectConfig
 from tests import digits
 
 

@@ -1,7 +1,6 @@
 """`coalign generate`: what it writes, best-of-n, going on after a kill, bad input."""
 
 import fcntl
-import json
 import logging
 import os
 import signal
@@ -21,9 +20,10 @@ from coalign.config.schema import DataConfig, NativeConfig, SamplingConfig, Sour
 from coalign.report.display import Display
 from coalign.rewards.calls import RewardError
 from coalign.run_files.lock import FolderInUse
-from coalign_serve.config.pipeline import GenerateConfig
+from coalign_serve.config.stages import GenerateConfig
 from coalign_serve.generate import generate
 from coalign_serve.resumable import ResumableOutput
+from packages.serve.tests.interruption import Killed, kill_after, read_rows, write_rows
 from tests.runs import ROOT
 from tests.tiny import tiny_model_dir, tiny_reward_model_dir
 
@@ -52,12 +52,7 @@ def settings(home, **changes):
 
 
 def write_sums(path, rows):
-    lines = [json.dumps({"prompt": f"{i}+{i + 3}=", "answer": str(2 * i + 3)}) + "\n" for i in range(rows)]
-    (path / "sums.jsonl").write_text("".join(lines))
-
-
-def rows(path):
-    return [json.loads(line) for line in path.read_bytes().splitlines()]
+    write_rows(path / "sums.jsonl", *({"prompt": f"{i}+{i + 3}=", "answer": str(2 * i + 3)} for i in range(rows)))
 
 
 def quiet():
@@ -66,7 +61,7 @@ def quiet():
 
 def test_a_record_for_each_response(home, tmp_path):
     counts = generate(settings(home), tmp_path / "out.jsonl", quiet())
-    records = rows(tmp_path / "out.jsonl")
+    records = read_rows(tmp_path / "out.jsonl")
     assert [(r["group"], r["index"]) for r in records] == [(g, i) for g in range(ROWS) for i in range(SAMPLES)]
     assert records[SAMPLES]["prompt"] == "1+4=" and records[SAMPLES]["answer"] == "5"
     assert records[0]["messages"] == [{"role": "user", "content": "0+3="}]
@@ -78,7 +73,7 @@ def test_a_record_for_each_response(home, tmp_path):
 def test_the_engine_on_transformers_cache_writes_the_same(home, tmp_path):
     for module in ("native", "transformers"):
         generate(settings(home, module=module), tmp_path / module, quiet())
-    ours, theirs = rows(tmp_path / "native"), rows(tmp_path / "transformers")
+    ours, theirs = read_rows(tmp_path / "native"), read_rows(tmp_path / "transformers")
     assert [row.pop("logprob") for row in theirs] == pytest.approx([row.pop("logprob") for row in ours], abs=1e-4)
     assert ours == theirs
 
@@ -87,9 +82,9 @@ def test_the_best_of_n_has_the_highest_score(home, tmp_path):
     reward = [{"fn": "tests.digits:digits"}]
     generate(settings(home, reward=reward), tmp_path / "all.jsonl", quiet())
     generate(settings(home, reward=reward, keep="best"), tmp_path / "best.jsonl", quiet())
-    everything = rows(tmp_path / "all.jsonl")
+    everything = read_rows(tmp_path / "all.jsonl")
     assert len({r["score"] for r in everything}) > 1
-    for group, best in enumerate(rows(tmp_path / "best.jsonl")):
+    for group, best in enumerate(read_rows(tmp_path / "best.jsonl")):
         samples = [r for r in everything if r["group"] == group]
         assert best == max(samples, key=lambda r: r["score"])  # of equals the first
 
@@ -99,7 +94,7 @@ def test_a_reward_model_scores_the_conversation_as_its_template_renders_it(home,
     generate(settings(home, reward_model=str(judge)), tmp_path / "out.jsonl", quiet())
     model = AutoModelForSequenceClassification.from_pretrained(judge)
     tokenizer = AutoTokenizer.from_pretrained(judge)
-    for record in rows(tmp_path / "out.jsonl"):
+    for record in read_rows(tmp_path / "out.jsonl"):
         messages = [*record["messages"], {"role": "assistant", "content": record["response"]}]
         text = tokenizer.apply_chat_template(messages, tokenize=False).removesuffix("\n")
         text = text.removesuffix("<|im_end|>") if record["status"] == "truncated" else text
@@ -116,7 +111,7 @@ def reward_model(path):
 
 def test_a_prompt_that_is_too_long_follows_the_policy_and_is_named_by_its_line(home, tmp_path, caplog):
     lines = [{"prompt": "" if i == 1 else f"{i}+1="} for i in range(4)] + [{"prompt": "1" * 2048}, {"prompt": "9+1="}]
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_rows(tmp_path / "p.jsonl", *lines)
     options = {"train": [{"path": str(tmp_path / "p.jsonl")}], "chat_template": "none", "max_prompt_tokens": 10**6}
     with pytest.raises(ValueError, match=r"p\.jsonl:5: .*2048 tokens, and 2047 are .*max_position_embeddings of model"):
         generate(settings(home, data=DataConfig(**options, on_long="error")), tmp_path / "a.jsonl", quiet())
@@ -126,27 +121,12 @@ def test_a_prompt_that_is_too_long_follows_the_policy_and_is_named_by_its_line(h
     assert generate(settings(home, data=cut), tmp_path / "c.jsonl", quiet())["responses"] == 5 * SAMPLES
 
 
-class Killed(BaseException):
-    pass
-
-
-def kill_after(patch, units):
-    add = ResumableOutput.add
-
-    def stop(self, unit):
-        add(self, unit)
-        if self.done == units:
-            raise Killed
-
-    patch.setattr(ResumableOutput, "add", stop)
-
-
 @pytest.mark.parametrize("units", [1, *(pytest.param(units, marks=pytest.mark.slow) for units in (2, 3))])
 def test_a_killed_call_goes_on_where_it_was(home, tmp_path, monkeypatch, units):
     config = settings(home, reward=[{"fn": "tests.digits:digits"}])
     generate(config, tmp_path / "whole.jsonl", quiet())
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        kill_after(patch, units)
+        kill_after(patch, ResumableOutput, "add", units)
         generate(config, tmp_path / "killed.jsonl", quiet())
     assert not (tmp_path / "killed.jsonl").exists()
     answered, real = [], NativeModule.generate
@@ -159,7 +139,7 @@ def test_a_killed_call_goes_on_where_it_was(home, tmp_path, monkeypatch, units):
 def test_a_line_cut_in_half_is_made_again(home, tmp_path, monkeypatch):
     generate(settings(home), tmp_path / "whole.jsonl", quiet())
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        kill_after(patch, 2)
+        kill_after(patch, ResumableOutput, "add", 2)
         generate(settings(home), tmp_path / "out.jsonl", quiet())
     partial = tmp_path / "out.jsonl.partial"
     partial.write_bytes(partial.read_bytes()[:-40])
@@ -178,7 +158,7 @@ def test_a_line_cut_in_half_is_made_again(home, tmp_path, monkeypatch):
 )
 def test_what_was_begun_otherwise_begins_anew(home, tmp_path, monkeypatch, caplog, what, change):
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        kill_after(patch, 1)
+        kill_after(patch, ResumableOutput, "add", 1)
         generate(settings(home), tmp_path / "out.jsonl", quiet())
     change = change or {"model": str(tiny_model_dir(tmp_path / "other", seed=5))}
     with caplog.at_level(logging.WARNING):
@@ -199,7 +179,7 @@ def test_rewards_that_fail_are_counted(home, tmp_path):
     err = Console(record=True, width=200)
     failing = [{"fn": "packages.serve.tests.functions:partly_digits", "retries": 0}]
     counts = generate(settings(home, reward=failing, keep="best"), tmp_path / "out.jsonl", Display(err=err))
-    assert [r["group"] for r in rows(tmp_path / "out.jsonl")] == [0, 1, 3, 4]  # 2+5= and 5+8= have a five
+    assert [r["group"] for r in read_rows(tmp_path / "out.jsonl")] == [0, 1, 3, 4]  # 2+5= and 5+8= have a five
     assert counts["responses"] == 4
     assert "responses without a score: 6 raised; first: reward function 'partly_digits' on group 2" in err.export_text()
 
@@ -216,8 +196,8 @@ def test_each_round_draws_other_prompts(home, tmp_path):
     for round in (1, 2, 3):
         out = tmp_path / f"{round}.jsonl"
         generate(settings(home, data=data, prompts=2, samples=1), out, quiet(), round=round)
-        assert [r["group"] for r in rows(out)] == [2 * round - 2, 2 * round - 1]
-        drawn += [r["_row"] for r in rows(out)]
+        assert [r["group"] for r in read_rows(out)] == [2 * round - 2, 2 * round - 1]
+        drawn += [r["_row"] for r in read_rows(out)]
     assert sorted(drawn) == list(range(ROWS)) and drawn != sorted(drawn)
 
 
@@ -229,7 +209,7 @@ def test_on_the_command_line(home, tmp_path):
     generate(settings(home, reward=["tests.digits:digits"], keep="best"), tmp_path / "best.jsonl", quiet())
     assert out.read_bytes() == (tmp_path / "best.jsonl").read_bytes()
     shown = CliRunner().invoke(app, ["generate", str(home / "model"), "-p", "0+3=", *options])
-    assert shown.exit_code == 0 and rows(out)[0]["response"].strip() in shown.stdout
+    assert shown.exit_code == 0 and read_rows(out)[0]["response"].strip() in shown.stdout
     assert "give either --prompt" in str(CliRunner().invoke(app, ["generate", str(home / "model")]).exception)
 
 

@@ -23,8 +23,8 @@ from coalign.http_server import HttpRefusal
 from coalign.report.display import Display
 from coalign.roles import Context
 from coalign_serve.chat import ChatSettings, Conversation, chat
-from coalign_serve.config.pipeline import ScoreConfig
 from coalign_serve.config.serving import CompletionServerConfig, ServeConfig
+from coalign_serve.config.stages import ScoreConfig
 from coalign_serve.judges import open_judge
 from coalign_serve.score import score
 from coalign_serve.serving.completion_request import ChatCompletionRequest

@@ -10,7 +10,7 @@ import pytest
 from coalign.config.schema import DataConfig, RewardConfig, SourceConfig
 from coalign.files import require_free_output
 from coalign.report.display import Display
-from coalign_serve.config.pipeline import ScoreConfig
+from coalign_serve.config.stages import ScoreConfig
 from coalign_serve.resumable import ResumableOutput, list_inputs, require_writable
 from coalign_serve.score import score
 

@@ -20,6 +20,7 @@ from coalign.report.display import Display
 from coalign_serve import pipeline
 from coalign_serve.config.pipeline_file import is_pipeline, load_pipeline
 from coalign_serve.resumable import ResumableOutput
+from packages.serve.tests.interruption import Killed, kill_after, read_rows, write_rows
 from tests.runs import ROOT
 from tests.tiny import tiny_model_dir
 
@@ -51,7 +52,7 @@ def home(tmp_path_factory):
     path = tmp_path_factory.mktemp("pipeline")
     tiny_model_dir(path / "model")
     rows = [{"question": f"{i}+{i + 3}=", "answer": f"#### {2 * i + 3}"} for i in range(10)]
-    (path / "gsm8k_train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path / "gsm8k_train.jsonl", *rows)
     return path
 
 
@@ -72,10 +73,6 @@ def weights(folder):
     return hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()
 
 
-def rows(path):
-    return [json.loads(line) for line in path.read_bytes().splitlines()]
-
-
 @pytest.fixture(scope="module")
 def whole(home):
     """Two rounds without a disturbance."""
@@ -86,13 +83,13 @@ def whole(home):
 def test_what_the_stages_hand_on(home, whole):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    first, second = (rows(whole / f"round_{k}" / "01_generate" / "responses.jsonl") for k in (1, 2))
+    first, second = (read_rows(whole / f"round_{k}" / "01_generate" / "responses.jsonl") for k in (1, 2))
     assert [len(first), len(second)] == [16, 16]
     assert not {r["_row"] for r in first} & {r["_row"] for r in second}  # other prompts in each round
-    scored = rows(whole / "round_1" / "02_score" / "scored.jsonl")
+    scored = read_rows(whole / "round_1" / "02_score" / "scored.jsonl")
     assert [{k: v for k, v in r.items() if k != "score"} for r in scored] == first
     best = {g: max(r["score"] for r in scored if r["group"] == g) for g in range(4)}
-    chosen = rows(whole / "round_1" / "03_select" / "selected.jsonl")
+    chosen = read_rows(whole / "round_1" / "03_select" / "selected.jsonl")
     assert {r["group"]: r["score"] for r in chosen} == best
     trained = [whole / f"round_{k}" / "04_train" for k in (1, 2)]
     assert len({weights(folder) for folder in trained}) == 2
@@ -189,24 +186,6 @@ def test_a_changed_reward_function_is_another_setting(home, monkeypatch, tmp_pat
     assert shown.count("done before") == 1
 
 
-class Killed(BaseException):
-    pass
-
-
-def raising(patch, owner, name, times):
-    """Let ``owner.name`` return ``times`` times; then it dies after its work."""
-    real, calls = getattr(owner, name), []
-
-    def call(*args, **kwargs):
-        result = real(*args, **kwargs)
-        calls.append(name)
-        if len(calls) == times:
-            raise Killed
-        return result
-
-    patch.setattr(owner, name, call)
-
-
 @pytest.mark.parametrize(
     ("owner", "name", "times"),
     [
@@ -223,7 +202,7 @@ def test_killed_anywhere_the_weights_are_the_same(home, whole, monkeypatch, requ
     output = request.node.callspec.id.replace(" ", "_").replace("'", "")
     path = write(home, output)
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        raising(patch, owner, name, times)
+        kill_after(patch, owner, name, times)
         run(path)
     code, shown = run(path)
     assert code == 0 and "goes on" in shown

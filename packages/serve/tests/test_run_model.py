@@ -14,8 +14,8 @@ from coalign.data.templates import TRAINING_TEMPLATES, load_template, store_argu
 from coalign.report.display import Display
 from coalign.roles import Context
 from coalign_serve.chat import ChatSettings, Conversation
-from coalign_serve.config.pipeline import GenerateConfig, JudgeConfig
 from coalign_serve.config.serving import CompletionServerConfig
+from coalign_serve.config.stages import GenerateConfig, JudgeConfig
 from coalign_serve.generate import generate
 from coalign_serve.judges import RewardModelJudge
 from coalign_serve.run_model import choose_template, find_model

@@ -14,9 +14,10 @@ from coalign.config.schema import DataConfig, SourceConfig
 from coalign.report.display import Display
 from coalign.rewards.calls import RewardError
 from coalign_serve import score as scoring
-from coalign_serve.config.pipeline import ScoreConfig
+from coalign_serve.config.stages import ScoreConfig
 from coalign_serve.resumable import ResumableOutput
 from coalign_serve.score import score
+from packages.serve.tests.interruption import Killed, kill_after, read_rows, write_rows
 from tests.tiny import tiny_model_dir, tiny_reward_model_dir
 
 ASKED = {"role": "user", "content": "1+1="}
@@ -30,11 +31,6 @@ def judge(tmp_path_factory):
     return path
 
 
-def write(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def settings(path, **changes):
     data = changes.pop("data", DataConfig(train=[SourceConfig(path=str(path))]))
     return ScoreConfig(data=data, **changes)
@@ -43,7 +39,7 @@ def settings(path, **changes):
 def scored(path, tmp_path, **changes):
     display = Display(quiet=True, err=Console(quiet=True))
     counts = score(settings(path, **changes), tmp_path / "scored.jsonl", display, overwrite=True)
-    return [json.loads(line) for line in (tmp_path / "scored.jsonl").read_bytes().splitlines()], counts
+    return read_rows(tmp_path / "scored.jsonl"), counts
 
 
 LENGTH = [{"fn": "packages.serve.tests.functions:by_length"}]
@@ -59,7 +55,7 @@ def expected(judge, messages):
 def test_a_reward_model_over_every_kind_of_row(judge, tmp_path):
     worse = {"role": "assistant", "content": "3"}
     system = {"role": "system", "content": "Be brief."}
-    path = write(
+    path = write_rows(
         tmp_path / "rows.jsonl",
         {"prompt": "1+1=", "response": SAID["content"]},
         {"prompt": [system, ASKED], "response": SAID["content"], "extra": 5},
@@ -86,7 +82,7 @@ def test_a_reward_model_over_every_kind_of_row(judge, tmp_path):
 
 def test_pair_accuracy_and_spread(tmp_path):
     pairs = [("long", "s"), ("s", "long"), ("same", "size")]
-    path = write(tmp_path / "p.jsonl", *({"prompt": "q", "chosen": a, "rejected": b} for a, b in pairs))
+    path = write_rows(tmp_path / "p.jsonl", *({"prompt": "q", "chosen": a, "rejected": b} for a, b in pairs))
     rows, counts = scored(path, tmp_path, reward=LENGTH)
     assert [(r["chosen_score"], r["rejected_score"]) for r in rows] == [(4.0, 1.0), (1.0, 4.0), (4.0, 4.0)]
     assert counts == {
@@ -103,7 +99,7 @@ def test_pair_accuracy_and_spread(tmp_path):
 
 
 def test_several_functions_are_summed_by_weight(tmp_path):
-    path = write(tmp_path / "r.jsonl", {"prompt": "q", "response": "four"})
+    path = write_rows(tmp_path / "r.jsonl", {"prompt": "q", "response": "four"})
     reward = [*LENGTH, {"fn": "regex", "pattern": "f.*", "weight": 10.0}, {"fn": "contains", "weight": 0.0}]
     (row,), _ = scored(path, tmp_path, reward=reward)  # `contains` fails without an answer: it is only looked at
     assert row["score"] == 14.0 and row["rewards"] == {"by_length": 4.0, "regex": 1.0}
@@ -114,20 +110,20 @@ def test_a_group_is_scored_together(tmp_path, monkeypatch):
     said = [("a", 0), ("bb", 0), ("ccc", 0), ("d", 1), ("e", None), ("f", None)]
     rows = [{"prompt": "q", "response": text} | ({} if g is None else {"group": g}) for text, g in said]
     reward = ["packages.serve.tests.functions:rank_in_group"]
-    found, _ = scored(write(tmp_path / "g.jsonl", *rows), tmp_path, reward=reward)
+    found, _ = scored(write_rows(tmp_path / "g.jsonl", *rows), tmp_path, reward=reward)
     assert [row["score"] for row in found] == [3.0, 3.0, 4.0, 2.0, 2.0, 2.0]
 
 
 def test_empty_responses(judge, tmp_path):
     rows = [{"prompt": "q", "response": ""}, {"prompt": "q", "response": "x"}]
     reward = [{"fn": "packages.serve.tests.functions:fails_on_empty", "retries": 0}]
-    found, counts = scored(write(tmp_path / "e.jsonl", *rows), tmp_path, reward=reward)
+    found, counts = scored(write_rows(tmp_path / "e.jsonl", *rows), tmp_path, reward=reward)
     assert [row["score"] for row in found] == [None, 1.0] and counts["unscored"] == 1
     found, _ = scored(tmp_path / "e.jsonl", tmp_path, reward_model=str(judge))
     assert found[0]["score"] == pytest.approx(
         expected(judge, [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]), abs=1e-5
     )
-    pair = write(tmp_path / "p.jsonl", {"prompt": "q", "chosen": "", "rejected": "b"}, rows[1])
+    pair = write_rows(tmp_path / "p.jsonl", {"prompt": "q", "chosen": "", "rejected": "b"}, rows[1])
     found, counts = scored(pair, tmp_path, reward=LENGTH)
     assert found[0]["score"] is None and found[1]["score"] == 1.0 and counts["unscored"] == 1
     with pytest.raises(ValueError, match=r"p\.jsonl:1: "):
@@ -136,10 +132,10 @@ def test_empty_responses(judge, tmp_path):
 
 
 def test_beyond_the_reward_models_context(judge, tmp_path):
-    path = write(tmp_path / "l.jsonl", {"prompt": "q", "response": "x" * 2100}, {"prompt": "q", "response": "x"})
+    path = write_rows(tmp_path / "l.jsonl", {"prompt": "q", "response": "x" * 2100}, {"prompt": "q", "response": "x"})
     err = Console(record=True, width=200)
     score(settings(path, reward_model=str(judge)), tmp_path / "out.jsonl", Display(err=err))
-    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_bytes().splitlines()]
+    rows = read_rows(tmp_path / "out.jsonl")
     assert rows[0]["score"] is None and rows[1]["score"] is not None
     said = err.export_text()
     assert "1 long; first: group 0, index 0 has 2" in said and "l.jsonl:1)" in said
@@ -154,7 +150,10 @@ def test_beyond_the_reward_models_context(judge, tmp_path):
 
 
 def test_on_the_command_line(judge, tmp_path):
-    path, out = write(tmp_path / "r.jsonl", {"prompt": "q", "chosen": "long", "rejected": "s"}), tmp_path / "out.jsonl"
+    path, out = (
+        write_rows(tmp_path / "r.jsonl", {"prompt": "q", "chosen": "long", "rejected": "s"}),
+        tmp_path / "out.jsonl",
+    )
     options = ["-i", str(path), "-o", str(out)]
     result = CliRunner().invoke(app, ["score", str(judge), *options])
     assert result.exit_code == 0 and "pair_accuracy" in result.stdout
@@ -167,24 +166,13 @@ def test_on_the_command_line(judge, tmp_path):
     assert "give either MODEL" in str(CliRunner().invoke(app, ["score", *options]).exception)
 
 
-class Killed(BaseException):
-    pass
-
-
 def test_a_killed_call_goes_on_with_the_same_numbers(judge, tmp_path, monkeypatch):
     monkeypatch.setattr(scoring, "CHUNK", 2)
-    path = write(tmp_path / "r.jsonl", *({"prompt": f"{i}", "response": "x" * i} for i in range(1, 8)))
+    path = write_rows(tmp_path / "r.jsonl", *({"prompt": f"{i}", "response": "x" * i} for i in range(1, 8)))
     whole, counts = scored(path, tmp_path, reward_model=str(judge))
-    add = ResumableOutput.add
-
-    def stop(self, unit):
-        add(self, unit)
-        if self.done == 2:
-            raise Killed
-
     (tmp_path / "scored.jsonl").unlink()
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(ResumableOutput, "add", stop)
+        kill_after(patch, ResumableOutput, "add", 2)
         scored(path, tmp_path, reward_model=str(judge))
     calls, real = [], FSDPModule.forward_step
     monkeypatch.setattr(
@@ -195,15 +183,15 @@ def test_a_killed_call_goes_on_with_the_same_numbers(judge, tmp_path, monkeypatc
 
 
 def test_what_is_wrong_is_said(judge, tmp_path):
-    good = write(tmp_path / "good.jsonl", {"prompt": "q", "response": "r"})
-    bad = write(tmp_path / "bad.jsonl", {"prompt": "q", "response": "r"}, {"prompt": "q", "answer": "r"})
+    good = write_rows(tmp_path / "good.jsonl", {"prompt": "q", "response": "r"})
+    bad = write_rows(tmp_path / "bad.jsonl", {"prompt": "q", "response": "r"}, {"prompt": "q", "answer": "r"})
     with pytest.raises(ValueError, match=r"bad\.jsonl:2: nothing to score: the row has neither 'response' nor "):
         scored(bad, tmp_path, reward=LENGTH)
-    keyless = write(tmp_path / "keyless.jsonl", {"question": "q", "response": "r"})
+    keyless = write_rows(tmp_path / "keyless.jsonl", {"question": "q", "response": "r"})
     with pytest.raises(ValueError, match=r"keyless\.jsonl:1: no key 'prompt'; the row has question, response"):
         scored(keyless, tmp_path, reward=LENGTH)
     with pytest.raises(ValueError, match=r"none\.jsonl holds no rows"):
-        scored(write(tmp_path / "none.jsonl"), tmp_path, reward=LENGTH)
+        scored(write_rows(tmp_path / "none.jsonl"), tmp_path, reward=LENGTH)
     with pytest.raises(FileNotFoundError, match=r"god\.jsonl does not exist; did you mean .*good\.jsonl"):
         scored(tmp_path / "god.jsonl", tmp_path, reward=LENGTH)
     tiny_model_dir(tmp_path / "lm")

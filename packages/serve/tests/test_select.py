@@ -1,16 +1,10 @@
 """What of scored responses is learnt from, worked out by hand."""
 
-import json
-
 import pytest
 
-from coalign_serve.config.pipeline import SelectConfig
+from coalign_serve.config.stages import SelectConfig
 from coalign_serve.select import select
-
-
-def write(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+from packages.serve.tests.interruption import read_rows, write_rows
 
 
 def said(group, response, score, **more):
@@ -19,12 +13,12 @@ def said(group, response, score, **more):
 
 def selected(path, tmp_path, **changes):
     counts = select(SelectConfig(data=str(path), **changes), tmp_path / "selected.jsonl")
-    return [json.loads(line) for line in (tmp_path / "selected.jsonl").read_bytes().splitlines()], counts
+    return read_rows(tmp_path / "selected.jsonl"), counts
 
 
 @pytest.fixture
 def path(tmp_path):
-    return write(
+    return write_rows(
         tmp_path / "scored.jsonl",
         said(0, "a", 0.0),
         said(0, "b", 1.0),
@@ -96,12 +90,12 @@ def test_the_best_against_the_worst(path, tmp_path):
 
 def test_without_groups_equal_prompts_belong_together(tmp_path):
     rows = [{"prompt": p, "response": r, "score": s} for p, r, s in [("p", "a", 0), ("q", "b", 1), ("p", "c", 2)]]
-    found, counts = selected(write(tmp_path / "s.jsonl", *rows), tmp_path, keep="best_worst")
+    found, counts = selected(write_rows(tmp_path / "s.jsonl", *rows), tmp_path, keep="best_worst")
     assert [(row["chosen"], row["rejected"]) for row in found] == [("c", "a")] and counts["prompts"] == 2
 
 
 def test_the_groups_of_two_files_are_not_mixed(tmp_path):
-    files = [str(write(tmp_path / f"{i}.jsonl", said(0, "a", i), said(0, "b", i + 1))) for i in (0, 10)]
+    files = [str(write_rows(tmp_path / f"{i}.jsonl", said(0, "a", i), said(0, "b", i + 1))) for i in (0, 10)]
     counts = select(SelectConfig(data=files, keep="best_worst"), tmp_path / "out.jsonl")
     assert counts["prompts"] == counts["rows"] == 2
 
@@ -109,7 +103,7 @@ def test_the_groups_of_two_files_are_not_mixed(tmp_path):
 def test_conversations_and_tools_are_kept(tmp_path):
     asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
     row = {"prompt": "q", "messages": asked, "tools": [{"name": "f"}], "response": "r", "score": 1.0}
-    ((found,), _) = selected(write(tmp_path / "t.jsonl", row), tmp_path, keep="best")
+    ((found,), _) = selected(write_rows(tmp_path / "t.jsonl", row), tmp_path, keep="best")
     assert found["messages"] == [*asked, {"role": "assistant", "content": "r"}] and found["tools"] == [{"name": "f"}]
 
 
@@ -120,7 +114,7 @@ def test_what_is_wrong_is_said(path, tmp_path):
         selected(path, tmp_path, keep="threshold", threshold=9.0, truncated="keep")
     assert not (tmp_path / "selected.jsonl").exists()
     with pytest.raises(ValueError, match=r"u\.jsonl:1: no `score` and `response`; the row has prompt, response"):
-        selected(write(tmp_path / "u.jsonl", {"prompt": "q", "response": "r"}), tmp_path, keep="best")
+        selected(write_rows(tmp_path / "u.jsonl", {"prompt": "q", "response": "r"}), tmp_path, keep="best")
     with pytest.raises(ValueError, match="keep `threshold` needs it"):
         SelectConfig(keep="threshold")
     with pytest.raises(ValueError, match="keep `labelled` needs it"):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen2Config
 
+from coalign.backends.engines.contract import GenerationSession, InferenceEngine
 from coalign.backends.engines.native.native_engine import NativeEngine
 from coalign.backends.engines.native.native_model import NativeModel
 from coalign.backends.engines.request import Request
@@ -74,6 +75,24 @@ def reference_logprobs(
     tokens = torch.cat([torch.tensor(prompt), response.long()])
     logits = model(tokens[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float() / temperature
     return logits.log_softmax(-1).gather(1, response.long()[:, None])[:, 0]
+
+
+def step(engine: InferenceEngine, session: GenerationSession, count: int | None = None) -> None:
+    """Compute this many steps; None: to the end."""
+    while session.unfinished if count is None else count > 0:
+        with engine.stepping():
+            session.step()
+        count = None if count is None else count - 1
+
+
+def submit(session: GenerationSession, request: Request, answers: dict[tuple[int, int], Response]) -> Any:
+    """Ask for responses, which ``answers`` gets by (group, index)."""
+
+    def note(place: int, response: Response) -> None:
+        assert (request.group, request.first + place) not in answers
+        answers[request.group, request.first + place] = response
+
+    return session.submit(request, note)
 
 
 def flat(responses: list[list[Response]]) -> list[Response]:

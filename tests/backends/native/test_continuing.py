@@ -131,13 +131,8 @@ def run_with_arrivals(asked, after, sampling=helpers.SAMPLING, **settings):
         waiting = list(asked)
         while waiting or run.unfinished:
             if waiting:
-                request = waiting.pop(0)
-                run.submit(
-                    request, lambda place, response, group=request.group: answers.update({(group, place): response})
-                )
-            for _ in range(after):
-                with engine.stepping():
-                    run.step()
+                helpers.submit(run, waiting.pop(0), answers)
+            helpers.step(engine, run, after)
     return answers, run
 
 
@@ -163,14 +158,10 @@ def test_what_is_cut_comes_back_as_it_is():
     engine, answers = helpers.engine(MODEL), {}
     first, second = helpers.requests(2, samples=2)
     with engine.open(helpers.SAMPLING) as run:
-        kept = run.submit(first, lambda place, response: answers.update({(0, place): response}))
-        cut = run.submit(second, lambda place, response: answers.update({(1, place): response}))
-        with engine.stepping():
-            run.step()
+        kept, cut = (helpers.submit(run, request, answers) for request in (first, second))
+        helpers.step(engine, run, 1)
         run.cut(cut)
-        while run.unfinished:
-            with engine.stepping():
-                run.step()
+        helpers.step(engine, run)
     assert not kept.cut
     assert [len(answers[0, i].tokens) for i in (0, 1)] == [12, 12]
     assert [len(answers[1, i].tokens) for i in (0, 1)] == [2, 2]

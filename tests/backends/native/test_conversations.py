@@ -54,11 +54,9 @@ def talk(openings, model=MODEL, sampling=helpers.SAMPLING, before_step=lambda st
         step = 0
         while run.unfinished:
             before_step(step, run)
-            with engine.stepping():
-                run.step()
+            helpers.step(engine, run, 1)
             step += 1
-        with engine.stepping():
-            run.step()  # hears of those that are over
+        helpers.step(engine, run, 1)  # hears of those that are over
     return {t.request.group: (t.tokens, t.logprobs) for t in talks}, run
 
 
@@ -146,9 +144,7 @@ def test_another_history_is_another_conversation():
             run.submit(
                 Request(asked, 0, limit=3, first_turn=len(prompt)), lambda place, response: heard.append(response)
             )
-            while run.unfinished:
-                with engine.stepping():
-                    run.step()
+            helpers.step(engine, run)
     assert run.tokens_kept == 0
     alone = next(
         helpers.engine(MODEL).generate(

@@ -82,7 +82,7 @@ def test_no_sample_is_longer_than_what_others_take_at_once(directory):
     assert cut.any() and (out["status"][cut] == Status.TRUNCATED).all()
     made = NativeModule(made.config, Context(sample_tokens=int(prompts().lengths.max())))
     made.setup()
-    with pytest.raises(ValueError, match=r"a prompt has \d+ tokens, .*data.max_prompt_tokens"):
+    with pytest.raises(ValueError, match=r"has \d+ tokens, .*data.max_prompt_tokens"):
         made.generate(prompts())
 
 

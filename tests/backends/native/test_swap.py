@@ -10,6 +10,7 @@ import torch
 from coalign.backends.engines.request import Request
 from coalign.types import Status
 from tests.backends.native import helpers
+from tests.backends.native.helpers import step
 
 OLD = helpers.reference(helpers.qwen2())
 NEW = helpers.reference(helpers.qwen2(), seed=1)
@@ -20,26 +21,13 @@ def load_new(engine) -> None:
     engine.load_weights(NEW.state_dict().items(), version=1, adopt=True)
 
 
-def step(engine, session, count: int | None = None) -> None:
-    """Compute this many steps; None: to the end."""
-    while session.unfinished if count is None else count > 0:
-        with engine.stepping():
-            session.step()
-        count = None if count is None else count - 1
-
-
 def swap(asked, sampling=helpers.SAMPLING, *, recompute=True, **settings):
     """{(group, index): response} of requests whose weights change after SWAP steps, and the session."""
     engine, answers = helpers.engine(OLD, **settings), {}
     engine.recomputes_kv = recompute
     with engine.open(sampling) as session:
         for request in asked:
-
-            def note(place, response, request=request):
-                assert (request.group, request.first + place) not in answers
-                answers[request.group, request.first + place] = response
-
-            session.submit(request, note)
+            helpers.submit(session, request, answers)
         step(engine, session, SWAP)
         load_new(engine)
         step(engine, session)
@@ -101,18 +89,18 @@ def test_kept_keys_and_values_are_another_computation():
 
 def test_two_swaps_leave_one_whole_response():
     [request] = helpers.requests(1)
-    engine, answers = helpers.engine(OLD), []
+    engine, answers = helpers.engine(OLD), {}
     engine.recomputes_kv = True
     with engine.open(helpers.SAMPLING) as session:
-        session.submit(request, lambda place, response: answers.append((place, response)))
+        helpers.submit(session, request, answers)
         step(engine, session, 2)
         load_new(engine)
         load_new(engine)  # before anything was computed again
         step(engine, session, 2)
         engine.load_weights(OLD.state_dict().items(), version=2, adopt=True)
         step(engine, session)
-    [(place, response)] = answers
-    assert place == 0 and response.versions.tolist() == [0] * 3 + [1] * 3 + [2] * 6
+    [response] = answers.values()
+    assert response.versions.tolist() == [0] * 3 + [1] * 3 + [2] * 6
     assert session.finished == session.total == 1
 
 
@@ -149,10 +137,7 @@ def test_a_request_is_cut_by_its_handle_after_a_swap():
     engine.recomputes_kv = True
     first, second, third = helpers.requests(3, samples=2)
     with engine.open(helpers.SAMPLING) as session:
-        handles = [
-            session.submit(request, lambda place, response, r=request: answers.update({(r.group, place): response}))
-            for request in (first, second, third)
-        ]
+        handles = [helpers.submit(session, request, answers) for request in (first, second, third)]
         step(engine, session, 2)
         session.cut(handles[2])  # not handled before the swap
         load_new(engine)
@@ -208,18 +193,15 @@ def test_a_version_that_comes_again_finds_nothing_of_other_weights(recompute):
 
 
 def test_sessions_take_turns_and_neither_shows_in_the_other():
-    engine, answers = helpers.engine(OLD), {}
+    engine, answers = helpers.engine(OLD), ({}, {})
     greedy = helpers.replace(helpers.SAMPLING, temperature=0.0)
     asked = helpers.requests(3, samples=2)
     expected = [next(helpers.engine(OLD).generate(asked, sampling)) for sampling in (helpers.SAMPLING, greedy)]
     with engine.open(helpers.SAMPLING) as one:
         with engine.open(greedy) as other:
-            for name, session in enumerate((one, other)):
+            for own, session in zip(answers, (one, other), strict=True):
                 for request in asked:
-                    session.submit(
-                        request,
-                        lambda place, response, key=(name, request.group): answers.update({(*key, place): response}),
-                    )
+                    helpers.submit(session, request, own)
             for _ in range(11):
                 for session in (one, other):
                     step(engine, session, 1)
@@ -227,9 +209,7 @@ def test_sessions_take_turns_and_neither_shows_in_the_other():
         assert all(linear.product is not None for linear in engine.model.linears) or engine.model.kernel is None
         [again] = [next(engine.generate(asked, greedy))]
     assert not engine.sessions and all(linear.product is None for linear in engine.model.linears)
-    for name, responses in enumerate(expected):
-        for request, own in zip(asked, responses, strict=True):
-            for place, response in enumerate(own):
-                assert torch.equal(answers[name, request.group, place].tokens, response.tokens)
-                assert torch.equal(answers[name, request.group, place].logprobs, response.logprobs)
+    for own, responses in zip(answers, expected, strict=True):
+        for answer, response in zip([own[key] for key in sorted(own)], helpers.flat(responses), strict=True):
+            assert torch.equal(answer.tokens, response.tokens) and torch.equal(answer.logprobs, response.logprobs)
     assert torch.equal(helpers.flat(again)[0].logprobs, helpers.flat(expected[1])[0].logprobs)

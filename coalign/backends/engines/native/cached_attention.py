@@ -11,7 +11,7 @@ import math
 import mmap
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,16 +32,12 @@ REFUSAL = "the native engine cannot run {}: {}; use `module: transformers` or `v
 
 
 class KVCache:
-    """Stores keys and values of ``slots`` sequences of up to ``length`` tokens, per layer [slots, length, heads, d].
+    """Stores keys and values of ``slots`` sequences of up to ``length`` tokens, per layer [slots, length, heads, d]. A
+    layer is allocated at its first write, with its own number of heads and head sizes. The operating system commits
+    memory as it is touched. ``reserve`` is called with the bytes of all layers before they are allocated."""
 
-    A layer is allocated at its first write, with its own number of heads and head sizes. The operating system commits
-    memory as it is touched. ``reserve`` is called with the bytes of all layers before they are allocated.
-    """
-
-    def __init__(self, slots: int, length: int, reserve: Callable[[int], None]) -> None:
-        self.slots = slots
-        self.length = length
-        self.reserve = reserve
+    def __init__(self, slots: int, length: int, reserve: Callable[[int], None] = lambda size: None) -> None:
+        self.slots, self.length, self.reserve = slots, length, reserve
         self.width = 0  # bytes of a token in all layers
         self.layers: dict[int, tuple[Tensor, ...]] = {}
 
@@ -77,11 +73,9 @@ class KVCache:
 
 
 class PrefillSequence(NamedTuple):
-    """One sequence in the packed rows start..stop-1; its keys and values go to each of ``slots``.
-
-    The last ``decoded`` rows are response tokens, computed as DecodeAttention would. If the slots already hold ``past``
-    tokens, all rows are response tokens. ``two_way``: (start, stop) of its tokens that see each other, an image's.
-    """
+    """One sequence in the packed rows start..stop-1; its keys and values go to each of ``slots``. The last ``decoded``
+    rows are response tokens, computed as DecodeAttention would. If the slots already hold ``past`` tokens, all rows are
+    response tokens. ``two_way``: (start, stop) of its tokens that see each other, an image's."""
 
     start: int
     stop: int
@@ -150,11 +144,9 @@ class PrefillAttention:
 
 
 class DecodeAttention:
-    """Attention of one new token in each of the slots 0..B-1.
-
-    ``positions`` i64[B] of the tokens; ``columns`` is greater than all of them. ``prefixes`` i64[2, B]: for each token
-    a slot with the same first keys and values, and the number of these.
-    """
+    """Attention of one new token in each of the slots 0..B-1. ``positions`` i64[B] of the tokens; ``columns`` is
+    greater than all of them. ``prefixes`` i64[2, B]: for each token a slot with the same first keys and values, and the
+    number of these."""
 
     def __init__(self, cache: KVCache, positions: Tensor, columns: int, prefixes: Tensor | None = None) -> None:
         self.cache = cache
@@ -267,15 +259,12 @@ class _AttentionSettings(NamedTuple):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """query [B, heads, rows, d], key / value [B, kv heads, columns, d]; no mask: causal, rows = columns."""
-        if self.softcap is None:
-            causal = mask is None
-            grouped = query.shape[1] != key.shape[1]
-            return F.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, is_causal=causal, scale=self.scale, enable_gqa=grouped
-            )
         repeat = query.shape[1] // key.shape[1]
+        if self.softcap is None:
+            settings: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None, "scale": self.scale}
+            return F.scaled_dot_product_attention(query, key, value, **settings, enable_gqa=repeat > 1)
         if repeat > 1:
-            key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+            key, value = (x.repeat_interleave(repeat, 1) for x in (key, value))
         assert mask is not None  # causal_mask returns one for a soft cap
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         # The products get contiguous matrices: strides choose the kernel, and they depend on the batch.
@@ -292,10 +281,8 @@ class ShapeOnlyAttention:
 
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate zeros: a masked column still takes part in products, so it must not hold a NaN.
-
-    On CPU these are untouched pages. torch.zeros would write, and so commit, memory that short responses never use.
-    """
+    """Allocate zeros: a masked column still takes part in products, so it must not hold a NaN. On CPU these are
+    untouched pages. torch.zeros would write, and so commit, memory that short responses never use."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     pages = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize))

@@ -32,11 +32,9 @@ def round_rows(count: int) -> int:
 
 
 class DecodeGraphs:
-    """Captures and replays the decode step of one session.
-
-    ``compute(rows, columns, live)`` is the step of the slots 0..rows-1, each with fewer than ``columns`` tokens; those
-    that are not ``live`` (bool[rows]) fill up the rows. ``name`` is the model's in a warning.
-    """
+    """Captures and replays the decode step of one session. ``compute(rows, columns, live)`` is the step of the slots
+    0..rows-1, each with fewer than ``columns`` tokens; those that are not ``live`` (bool[rows]) fill up the rows.
+    ``name`` is the model's in a warning."""
 
     def __init__(self, compute: Compute, device: torch.device, name: str) -> None:
         self._compute, self._device, self._name = compute, device, name
@@ -51,10 +49,8 @@ class DecodeGraphs:
         self, count: int, columns: int, limits: tuple[int, int], memory: Sequence[Tensor]
     ) -> tuple[Tensor, ...] | None:
         """Return what a step of the first ``count`` slots computes, for more rows than that, until the next step.
-
         ``limits``: the most rows and columns. ``memory``: all tensors that the step reads or writes. None where a step
-        is not captured (yet): the caller then computes it itself.
-        """
+        is not captured (yet): the caller then computes it itself."""
         addresses = [tensor.data_ptr() for tensor in memory]
         if addresses != self._memory_addresses:
             self.clear()

@@ -1,16 +1,13 @@
 """Linear layers for inference on CPU, and the choice of the kernel that computes them on this machine.
 
-A kernel is invariant if a row of its result has the same bits in any batch. A matrix product may round a row in another
-way when the number of rows changes, because the library picks another kernel or splits the inner sum differently.
-Whether it does depends on the processor, and so does the speed.
+A kernel is invariant if a row of its result has the same bits in any batch, however many rows there are. Whether it is
+depends on the processor, and so does its speed. Both are measured before a model of these shapes is first used, and the
+fastest invariant kernel is chosen. Speed is that of one thread by its processor time, the best of several rounds: what
+else the machine does must not decide. The choice is kept in a file for this machine, so that all processes and later
+runs make the same one. Delete it to measure again.
 
-So both are measured before a model of these shapes is first used, and the fastest invariant kernel is chosen. Speed is
-that of one thread by its processor time, the best of several rounds: what else the machine does must not decide. The
-choice is kept in a file for this machine, so that all processes and later runs make the same one. A run's driver
-measures before it starts them. Delete the file to measure again.
-
-On another device, and in a dtype without a kernel, layers stay plain. Weights outside of nn.Linear (experts of a
-mixture, GPT-2's Conv1D) keep transformers' arithmetic. Log-probs may then differ in their last bits between batches.
+On another device, in a dtype without a kernel, and outside of nn.Linear (experts, GPT-2's Conv1D) layers stay plain.
+Log-probs may then differ in their last bits between batches.
 """
 
 from __future__ import annotations
@@ -89,11 +86,8 @@ FLOAT32_INSTEAD = "`compute_dtype: bfloat16` is computed in float32"
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """The kernel for the linear layers of a model.
-
-    gflops: measured speed of every kernel of this machine, in 10⁹ floating point operations per second of one thread.
-    variant: the kernels that are not invariant.
-    """
+    """The kernel for the linear layers of a model. gflops: measured speed of every kernel of this machine, in 10⁹
+    floating point operations per second of one thread. variant: the kernels that are not invariant."""
 
     name: str
     dtype: str
@@ -118,24 +112,19 @@ class KernelChoice:
 
 
 @cache
-def choose_kernel(layers: tuple[tuple[Shape, int], ...], dtype: torch.dtype) -> KernelChoice:
-    """Choose the kernel for linear layers ((in, out), how many), …, sorted, on this machine's CPU.
-
-    The choice is read from the machine's file, or measured and written there.
-    """
+def choose_kernel(layers: tuple[tuple[Shape, int], ...], dtype: torch.dtype) -> KernelChoice | None:
+    """Choose the kernel for linear layers (((in, out), how many), …), sorted, on this machine's CPU; None where there
+    are none, or none for the dtype. The choice is read from the machine's file, or measured and written there."""
+    if not layers or dtype not in KERNELS:
+        return None
     choice = _keep(_cache_file(layers, dtype), lambda: measure_kernels(dict(layers), dtype))
     log.info("native engine: %s", choice)
     return choice
 
 
-def is_measured(layers: Mapping[Shape, int], dtype: torch.dtype) -> bool:
-    """Whether `choose_kernel_for` answers at once: its choice is kept, or there is nothing to choose."""
-    return not layers or dtype not in KERNELS or _cache_file(tuple(sorted(layers.items())), dtype).is_file()
-
-
-def choose_kernel_for(layers: Mapping[Shape, int], dtype: torch.dtype) -> KernelChoice | None:
-    """Choose the kernel for linear layers {(in, out): how many}; None where there are none, or none for the dtype."""
-    return choose_kernel(tuple(sorted(layers.items())), dtype) if layers and dtype in KERNELS else None
+def is_measured(layers: tuple[tuple[Shape, int], ...], dtype: torch.dtype) -> bool:
+    """Whether `choose_kernel` answers at once: its choice is kept, or there is nothing to choose."""
+    return not layers or dtype not in KERNELS or _cache_file(layers, dtype).is_file()
 
 
 def list_variant_linears(kernel: KernelChoice | None, dtype: torch.dtype, device: torch.device) -> list[str]:
@@ -178,26 +167,21 @@ def measure_kernels(layers: Mapping[Shape, int], dtype: torch.dtype) -> KernelCh
 
 
 def _time_in_turns(calls: Mapping[str, Sequence[Callable[[], object]]]) -> dict[str, float]:
-    """Return the processor seconds of each entry's calls together on one thread, the best of several rounds.
-
-    Another round follows while one was far slower than the best: the machine was busy with something else.
-    """
-    best: dict[str, list[float]] = {name: [math.inf] * len(several) for name, several in calls.items()}
+    """Return the processor seconds of each entry's calls together on one thread, the best of several rounds. Another
+    round follows while one was far slower than the best: the machine was busy with something else."""
+    best = {(name, i): math.inf for name, several in calls.items() for i in range(len(several))}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         for number in range(_MAX_ROUNDS):
-            is_calm = True
-            for name, several in calls.items():
-                for i, call in enumerate(several):
-                    taken = _time_call(call)
-                    is_calm &= taken < _FAR_SLOWER * best[name][i]
-                    best[name][i] = min(best[name][i], taken)
+            taken = {(name, i): _time_call(calls[name][i]) for name, i in best}
+            is_calm = all(taken[key] < _FAR_SLOWER * best[key] for key in best)
+            best = {key: min(best[key], taken[key]) for key in best}
             if number + 1 >= _ROUNDS and is_calm:
                 break
     finally:
         torch.set_num_threads(threads)
-    return {name: sum(several) for name, several in best.items()}
+    return {name: sum(best[name, i] for i in range(len(several))) for name, several in calls.items()}
 
 
 def _time_call(call: Callable[[], object]) -> float:
@@ -228,10 +212,8 @@ def _random(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def choose_compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return float32 instead of bfloat16 on a CPU without instructions for it, otherwise ``dtype``.
-
-    There float32 is 10 to 100 times as fast, and no less exact.
-    """
+    """Return float32 instead of bfloat16 on a CPU without instructions for it, otherwise ``dtype``. There float32 is 10
+    to 100 times as fast, and no less exact."""
     slow = dtype == torch.bfloat16 and device.type == "cpu" and not has_bf16()
     return torch.float32 if slow else dtype
 
@@ -251,33 +233,32 @@ def has_bf16() -> bool:
 
 
 def _measure_bf16() -> KernelChoice:
-    size, calls = 256, {}
-    for dtype in (torch.float32, torch.bfloat16):
-        a = _random(size, size, dtype=dtype)
-        calls[str(dtype).removeprefix("torch.")] = [lambda a=a: a @ a]
-    rates = {name: round(2 * size**3 / taken / 1e9, 1) for name, taken in _time_in_turns(calls).items()}
-    name = "bfloat16" if rates["bfloat16"] >= 0.5 * rates["float32"] else "float32"
-    return KernelChoice(name, "bfloat16", rates)
+    squares = {name: _random(256, 256, dtype=getattr(torch, name)) for name in ("float32", "bfloat16")}
+    rates = _measure_rates({name: partial(torch.matmul, a, a) for name, a in squares.items()}, 256)
+    return KernelChoice("bfloat16" if rates["bfloat16"] >= 0.5 * rates["float32"] else "float32", "bfloat16", rates)
+
+
+def _measure_rates(products: Mapping[str, Callable[[], object]], size: int) -> dict[str, float]:
+    """The GFLOP/s of products of two matrices [size, size]."""
+    seconds = _time_in_turns({name: [product] for name, product in products.items()})
+    return {name: round(2 * size**3 / taken / 1e9, 1) for name, taken in seconds.items()}
 
 
 @cache
 def is_onednn_faster() -> bool:
-    """Whether oneDNN multiplies float32 matrices clearly faster than torch does by itself; kept in a file.
-
-    On x86 torch calls MKL, which uses few of the instructions of an AMD processor.
-    """
+    """Whether oneDNN multiplies float32 matrices clearly faster than torch does by itself; kept in a file. On x86 torch
+    calls MKL, which uses few of the instructions of an AMD processor."""
     return _keep(_cache_file((), torch.float32), _measure_onednn).name == "onednn"
 
 
 @torch.inference_mode()
 def _measure_onednn() -> KernelChoice:
-    weight, rows = _random(1024, 1024, dtype=torch.float32), _random(1024, 1024, dtype=torch.float32)
-    calls: dict[str, list[Callable[[], object]]] = {"plain": [partial(F.linear, rows, weight)]}
+    weight = _random(1024, 1024, dtype=torch.float32)
+    products: dict[str, Callable[[], object]] = {"plain": partial(F.linear, weight, weight)}
     with suppress(RuntimeError):  # torch was built without oneDNN
-        multiply_by_onednn(rows, weight)
-        calls["onednn"] = [partial(multiply_by_onednn, rows, weight)]
-    flops = 2 * weight.numel() * len(rows)
-    rates = {name: round(flops / taken / 1e9, 1) for name, taken in _time_in_turns(calls).items()}
+        multiply_by_onednn(weight, weight)
+        products["onednn"] = partial(multiply_by_onednn, weight, weight)
+    rates = _measure_rates(products, 1024)
     best = "onednn" if rates.get("onednn", 0) > 1.25 * rates["plain"] else "plain"
     return KernelChoice(best, "float32", rates)
 
@@ -288,7 +269,6 @@ def multiply_by_onednn(rows: Tensor, weight: Tensor, bias: Tensor | None = None)
 
 
 def _cache_file(layers: tuple[tuple[Shape, int], ...], dtype: torch.dtype) -> Path:
-    """The file of a choice."""
     machine = (_MEASURE, describe_processor(), torch.__version__)
     key = hashlib.sha256(repr((*machine, str(dtype), layers)).encode()).hexdigest()[:24]
     return find_cache() / "kernels" / f"{key}.json"
@@ -309,26 +289,20 @@ def _keep(file: Path, make: Callable[[], KernelChoice]) -> KernelChoice:
     choice = make()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as out:
+        with tempfile.NamedTemporaryFile("w", dir=file.parent) as out:
             json.dump(asdict(choice), out, indent=1)
-        try:
-            os.link(out.name, file)
-        except FileExistsError:
-            pass
-        finally:
-            os.unlink(out.name)
+            out.flush()
+            with suppress(FileExistsError):
+                os.link(out.name, file)
     except OSError as problem:
-        log.warning(
-            "the choice of kernels cannot be kept (%s): another process may choose others, which round differently; "
-            "set COALIGN_CACHE to a writable directory",
-            problem,
-        )
+        remedy = "another process may choose others, which round differently; set COALIGN_CACHE to a writable directory"
+        log.warning("the choice of kernels cannot be kept (%s): %s", problem, remedy)
         return choice
     return _read(file) or choice
 
 
 class PackedLinear(nn.Linear):
-    """An nn.Linear that computes with a packed copy of its weight between ``pack`` and ``unpack``."""
+    """An nn.Linear that computes with a packed copy of its weight, if it has one."""
 
     product: Product | None = None
 
@@ -341,9 +315,6 @@ class PackedLinear(nn.Linear):
     def pack(self, kernel: KernelChoice) -> None:
         """Pack the current weight; call again after it changed."""
         self.product = kernel.product(self.weight, self.bias)
-
-    def unpack(self) -> None:
-        self.product = None
 
 
 def replace_linears(model: nn.Module) -> list[PackedLinear]:

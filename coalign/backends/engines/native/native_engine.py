@@ -1,14 +1,12 @@
 """The native engine and its policy module: continuous batching on the trainer's own tensors where that is possible.
 
 Requests wait, get slots of the KV cache, are decoded together, and leave as they finish. A token depends only on the
-weights and on (seed, group, index, position), as far as this machine's arithmetic allows: kernels.py chooses it so, and
-model.py tests it on every model. ``SequenceSlots`` keeps which sequence has which slot.
+weights and on (seed, group, index, position), as far as this machine's arithmetic allows.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coalign.backends import pretrained
-from coalign.backends.engines.contract import GenerationSession, OnToken
+from coalign.backends.engines.contract import OnToken, QueuedSession
 from coalign.backends.engines.meta_model import MetaModelEngine, MetaModelModule
 from coalign.backends.engines.native import kernels
 from coalign.backends.engines.native import native_model as probe
@@ -55,9 +53,8 @@ TOKEN, POSITION, KEY, SHIFT = range(4)
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest(SubmittedRequest):
-    """A request whose started samples have slots."""
+    """A request whose started samples have slots. ``logits`` and ``prefix`` are kept while others wait for one."""
 
-    # Results of the prefill, kept while samples wait for a slot and the weights stay.
     logits: Tensor | None = None  # f32[1, V] after the prompt
     prefix: list[Tensor] | None = None  # keys and values
     axes: Tensor | None = None  # i64[3, P], rotary positions of the prompt with M-RoPE
@@ -73,11 +70,6 @@ class ActiveSequence(PartialResponse):
     slot: int = -1
     prefill: int = 0  # which of the request's prefills computed the keys and values of its prompt
 
-    @property
-    def length(self) -> int:
-        """Tokens in the KV cache or about to be."""
-        return len(self.submitted.request.prompt) + len(self.tokens)
-
     def is_continued_by(self, queued: QueuedRequest) -> bool:
         """Whether ``queued`` is the next turn of this conversation."""
         previous, following = self.submitted.request, queued.request
@@ -87,12 +79,9 @@ class ActiveSequence(PartialResponse):
 
 
 class SequenceSlots:
-    """Assigns ``count`` slots of the KV cache to sequences of up to ``longest`` tokens each.
-
-    Active sequences have the slots 0..n-1, so that decoding reads them as one block. Sequences kept between two turns
-    come right after them. A slot that becomes free is filled from the end. A kept sequence is dropped as soon as its
-    slot is needed.
-    """
+    """Assigns ``count`` slots of the KV cache to sequences of up to ``longest`` tokens each. Active sequences have the
+    slots 0..n-1, so that decoding reads them as one block. Sequences kept between two turns come right after them. A
+    slot that becomes free is filled from the end. A kept sequence is dropped as soon as its slot is needed."""
 
     def __init__(self, model: NativeModel, *, note_seen: bool, reserve: Callable[[int], None]) -> None:
         self.count = self.longest = 0
@@ -124,11 +113,10 @@ class SequenceSlots:
         that prompt. i64[2, rows]"""
         if self._prefixes is None or self._prefixes.shape[1] != rows:
             homes: dict[tuple[int, int], int] = {}
-            prefixes = []
+            prefixes = [(slot, 0) for slot in range(rows)]
             for sequence in self.active:
                 home = homes.setdefault((id(sequence.submitted), sequence.prefill), sequence.slot)
-                prefixes.append((home, len(sequence.submitted.request.prompt)))
-            prefixes += [(slot, 0) for slot in range(len(prefixes), rows)]
+                prefixes[sequence.slot] = home, len(sequence.submitted.request.prompt)
             self._prefixes = torch.tensor(prefixes).t().contiguous()
         return self._prefixes
 
@@ -150,10 +138,8 @@ class SequenceSlots:
             self.seen[:taken] = seen[:taken]
 
     def add(self, sequence: ActiveSequence, key: int, kept: ActiveSequence | None = None) -> None:
-        """Make a sequence active; its next token follows its prompt and is drawn with the random stream of ``key``.
-
-        It takes over the slot of ``kept``, keys and values included, if that is given.
-        """
+        """Make a sequence active; its next token follows its prompt and is drawn with the random stream of ``key``. It
+        takes over the slot of ``kept``, keys and values included, if that is given."""
         slot = self._active
         if kept is not None:
             self._exchange(kept.slot, slot)
@@ -178,10 +164,8 @@ class SequenceSlots:
             sequence.experts = F.pad(experts, (0, 0, 0, 0, 0, 1), value=UNKNOWN_EXPERT)
 
     def keep(self, sequence: ActiveSequence) -> None:
-        """Stop decoding a sequence, but keep its keys and values.
-
-        Decoding may still write to the position of its last token, which has no keys and values yet.
-        """
+        """Stop decoding a sequence, but keep its keys and values. Decoding may still write to the position of its last
+        token, which has no keys and values yet."""
         self._active -= 1
         self._prefixes = None
         self._exchange(sequence.slot, self._active)
@@ -240,7 +224,7 @@ log = logging.getLogger(__name__)
 _GROWTH = 5 / 4  # least factor by which the KV cache grows, so that it does not grow at every step
 
 
-class _NativeSession(GenerationSession):
+class _NativeSession(QueuedSession[QueuedRequest]):
     """Schedules requests on the slots of the KV cache.
 
     The cache is allocated for the longest sequence so far, with as many slots of that length as the engine's kv_tokens
@@ -249,16 +233,12 @@ class _NativeSession(GenerationSession):
     is new; otherwise it prefills everything, with the same bits.
     """
 
+    engine: NativeEngine
+
     def __init__(self, engine: NativeEngine, sampling: SamplingConfig, on_token: OnToken | None = None) -> None:
         bounds = [bound for bound in (engine.model.context, engine.kv_tokens) if bound is not None]
-        super().__init__(min(bounds) if bounds else None)
-        self.engine = engine
+        super().__init__(engine, sampling, on_token, min(bounds, default=None))
         self.model = engine.model
-        self.sampling = sampling
-        self.on_token = on_token
-        self.arrived: deque[QueuedRequest] = deque()
-        self.waiting: deque[QueuedRequest] = deque()
-        self.ended: deque[tuple[int, int]] = deque()  # conversations that have had their last turn
         note_seen = sampling.repetition_penalty != 1
         self.slots = SequenceSlots(self.model, note_seen=note_seen, reserve=partial(engine.reserve, self))
         self._graphs: DecodeGraphs | None = None
@@ -270,10 +250,6 @@ class _NativeSession(GenerationSession):
     @property
     def unfinished(self) -> bool:
         return bool(self.arrived or self.waiting or self.slots.active)
-
-    @property
-    def unstarted(self) -> int:
-        return sum(queued.waiting for queued in [*self.arrived, *self.waiting])
 
     def submit(self, request: Request, on_done: OnDone) -> QueuedRequest:
         model, kv_tokens = self.model, self.engine.kv_tokens
@@ -293,16 +269,10 @@ class _NativeSession(GenerationSession):
     def cut_all(self) -> None:
         self.cut(*self.arrived, *self.waiting, *(sequence.submitted for sequence in self.slots.active))
 
-    def forget(self, group: int, index: int) -> None:
-        self.ended.append((group, index))
-
     def take_active(self) -> Sequence[ActiveSequence]:
         active = self.slots.active
         self.slots.clear()
         return active
-
-    def requeue(self, requests: Sequence[SubmittedRequest]) -> None:
-        self.waiting.extendleft(cast(Sequence[QueuedRequest], requests[::-1]))
 
     def drop_kept(self) -> None:
         self.ended.extend(sequence.submitted.sample for sequence in self.slots.kept)
@@ -329,14 +299,11 @@ class _NativeSession(GenerationSession):
         self._decode()
 
     def _finish_cut(self) -> None:
-        for queued in [queued for queued in self.waiting if queued.cut]:
-            self.waiting.remove(queued)
-            for offset in range(queued.started, queued.request.samples):
-                self._finish(ActiveSequence(queued, offset, None), Status.PARTIAL)
+        self.finish_unstarted()
         for sequence in [sequence for sequence in self.slots.active if sequence.submitted.cut]:
             self.slots.note_experts(sequence)
             self.slots.remove(sequence)
-            self._finish(sequence, Status.PARTIAL)
+            self.finish(sequence, Status.PARTIAL)
 
     def _drop_ended(self) -> None:
         """Drop kept sequences of conversations that have ended."""
@@ -470,12 +437,11 @@ class _NativeSession(GenerationSession):
         """Replay a graph of the step of the first ``count`` slots; None without one."""
         if self._graphs is None:
             return None
-        slots, cache = self.slots, self.slots.cache
+        slots, cache, module = self.slots, self.slots.cache, self.model.module
         if self._memory_state != (now := (self.model.loads, slots.changes)):
             keys_and_values = (storage for layer in cache.layers.values() for storage in layer)
             seen = [] if slots.seen is None else [slots.seen]
-            self._memory = [slots.state, *seen, *keys_and_values, *self.model.module.parameters()]
-            self._memory += self.model.module.buffers()
+            self._memory = [slots.state, *seen, *keys_and_values, *module.parameters(), *module.buffers()]
             self._memory_state = now
         return self._graphs.run(count, columns, (cache.slots, cache.length), self._memory)
 
@@ -500,15 +466,8 @@ class _NativeSession(GenerationSession):
         tokens, logprobs = tokens[: len(sequences)], logprobs[: len(sequences)]
         groups = [sequence.submitted.request.group for sequence in sequences]
         choices = zip(sequences, *read_choices(tokens, logprobs, groups, self.engine.version), strict=True)
-        self.tokens_chosen += len(sequences)
-        ended = []
-        for sequence, token, logprob in choices:
-            status = sequence.add(token, logprob, self.engine.version, self.engine.end_tokens)
-            if self.on_token is not None:
-                request = sequence.submitted.request
-                self.on_token(request.group, request.first + sequence.offset, token, logprob)
-            if status is not None:
-                ended.append((sequence, status))
+        statuses = [(sequence, self.record(sequence, token, logprob)) for sequence, token, logprob in choices]
+        ended = [(sequence, status) for sequence, status in statuses if status is not None]
         for sequence, _ in reversed(ended):  # the last slot first: then a sequence that moves down has not ended itself
             self.slots.note_experts(sequence)
             # There may be another turn; it can use keys and values only if all are of the same weights.
@@ -517,11 +476,7 @@ class _NativeSession(GenerationSession):
             else:
                 self.slots.remove(sequence)
         for sequence, status in ended:
-            self._finish(sequence, status)
-
-    def _finish(self, sequence: ActiveSequence, status: Status) -> None:
-        self.finished += 1
-        sequence.submitted.on_done(sequence.offset, sequence.response(status))
+            self.finish(sequence, status)
 
 
 class NativeEngine(MetaModelEngine):
@@ -548,10 +503,8 @@ class NativeEngine(MetaModelEngine):
         **settings: Any,
     ) -> None:
         super().__init__(model, **settings)
-        self.max_sequences = max_sequences
-        self.kv_tokens = kv_tokens
-        self.prefill_tokens = prefill_tokens
-        self.graphs = graphs
+        self.max_sequences, self.kv_tokens = max_sequences, kv_tokens
+        self.prefill_tokens, self.graphs = prefill_tokens, graphs
 
     @property
     def experts(self) -> tuple[int, int] | None:
@@ -576,12 +529,8 @@ class NativeEngine(MetaModelEngine):
             with self.model.packed():
                 self.is_invariant = probe.is_invariant(self.model)
             if not self.is_invariant:
-                layers = ", ".join(self.model.variant_layers) or "its attention"
-                log.warning(
-                    "native engine: log-probs of %s may differ in their last bits from one batch to another (%s)",
-                    type(self.model.module).__name__,
-                    layers,
-                )
+                name, layers = type(self.model.module).__name__, ", ".join(self.model.variant_layers) or "its attention"
+                log.warning(f"log-probs of {name} may depend on their batch in their last bits ({layers})")
 
 
 class NativeModule(MetaModelModule):
@@ -594,13 +543,9 @@ class NativeModule(MetaModelModule):
         config: ModelConfig,
         device: str,
         images: ImagesConfig | None = None,
-        *,
-        record_experts: bool = False,
+        **settings: Any,
     ) -> NativeModel:
-        dtype = kernels.choose_compute_dtype(getattr(torch, config.compute_dtype or config.dtype), torch.device(device))
-        settings: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, "record_experts": record_experts}
-        settings["images"] = pretrained.read_processor(config, images)
-        return NativeModel(architecture, dtype=dtype, device=device, **settings)
+        return NativeModel(architecture, **cls.find_model_settings(config, device, images), **settings)
 
     @classmethod
     def check_architecture(cls, config: ModelConfig, name: str) -> None:
@@ -613,10 +558,9 @@ class NativeModule(MetaModelModule):
         if (plain := find_known_model(config)) is None:
             model = cls.build_model(pretrained.read_config(config), config, "cpu")
             return model.dtype, model.kernel, model.variant_layers
-        cpu = torch.device("cpu")
-        dtype = kernels.choose_compute_dtype(getattr(torch, config.compute_dtype or config.dtype), cpu)
-        kernel = kernels.choose_kernel_for(plain.linears, dtype)
-        return dtype, kernel, kernels.list_variant_linears(kernel, dtype, cpu)
+        dtype = cls.choose_dtype(config, "cpu")
+        kernel = kernels.choose_kernel(plain.linears, dtype)
+        return dtype, kernel, kernels.list_variant_linears(kernel, dtype, torch.device("cpu"))
 
     @classmethod
     def list_limits(cls, config: ModelConfig, section: str) -> list[RowLimit]:
@@ -643,9 +587,7 @@ class NativeModule(MetaModelModule):
         notes = [*super().notes(config)]
         if config.devices:
             return notes
-        plain = find_known_model(config)
-        asked = getattr(torch, config.compute_dtype or config.dtype)
-        dtype = kernels.choose_compute_dtype(asked, torch.device("cpu"))
+        plain, dtype = find_known_model(config), cls.choose_dtype(config, "cpu")
         if plain is None or kernels.is_measured(plain.linears, dtype):
             _, kernel, variant = cls.find_arithmetic(config)
             notes += [str(kernel)] if kernel else []
@@ -661,18 +603,7 @@ class NativeModule(MetaModelModule):
         return notes
 
     def build(self, architecture: PreTrainedConfig) -> NativeEngine:
-        native = self.config.native
-        return NativeEngine(
-            self.build_model(
-                architecture,
-                self.config,
-                self.context.device,
-                self.context.images,
-                record_experts=self.context.routing_replay,
-            ),
-            max_sequences=native.max_sequences,
-            kv_tokens=native.kv_tokens,
-            prefill_tokens=native.prefill_tokens,
-            graphs=native.graphs,
-            **self.find_engine_settings(architecture),
-        )
+        config, context = self.config, self.context
+        recorded = {"record_experts": context.routing_replay}
+        model = self.build_model(architecture, config, context.device, context.images, **recorded)
+        return NativeEngine(model, **config.native.model_dump(), **self.find_engine_settings(architecture))

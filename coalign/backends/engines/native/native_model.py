@@ -1,9 +1,8 @@
 """The model that the native engine computes with: a transformers causal LM and the weights loaded into it.
 
-Two probes run once for every model. ``check_against_transformers`` compares its logits with a plain forward: an
-architecture may use attention in a way that its declarations do not tell, and its tokens would be plausible and wrong.
-``is_invariant`` tests whether a sequence gets the same bits in any batch. Where it does not, tokens are right, but
-another order or number of replicas may draw others.
+Two probes run once for every model. ``check_against_transformers`` compares its logits with a plain forward, since an
+architecture may use attention in a way that its declarations do not tell. ``is_invariant`` tests whether a sequence
+gets the same bits in any batch; where it does not, another order or number of replicas may draw other tokens.
 """
 
 from __future__ import annotations
@@ -13,14 +12,13 @@ import inspect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from textwrap import shorten
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from coalign.backends.attention import check_attention
+from coalign.backends.attention import check_attention, refuse_failure
 from coalign.backends.engines.meta_model import TOLERANCE, MetaModel, compare_logits
 from coalign.backends.engines.native import kernels
 from coalign.backends.engines.native.cached_attention import (
@@ -40,7 +38,7 @@ from coalign.backends.engines.native.kernels import PackedLinear, replace_linear
 from coalign.backends.packing import join_neighbours
 from coalign.backends.pretrained import MIXERS, choose_attention
 from coalign.backends.routers import Routers
-from coalign.backends.vision import ImageEmbedder, install_embeddings
+from coalign.backends.vision import install_embeddings
 from coalign.backends.vision_language import find_body
 from coalign.cpu import use_kernels
 from coalign.data.images.processor import ImageProcessor
@@ -97,9 +95,7 @@ class NativeModel(MetaModel):
     @contextlib.contextmanager
     def packed(self) -> Iterator[None]:
         """Let the linear layers compute with packed copies of their weights within this context. Contexts may overlap.
-
-        Weights that change meanwhile are packed again by ``load``.
-        """
+        Weights that change meanwhile are packed again by ``load``."""
         self._packings += 1
         if self._packings == 1:
             self._pack()
@@ -109,7 +105,7 @@ class NativeModel(MetaModel):
             self._packings -= 1
             if not self._packings:
                 for linear in self.linears:
-                    linear.unpack()
+                    linear.product = None
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, adopt: bool) -> None:
         super().load(weights, adopt=adopt)
@@ -126,9 +122,8 @@ class NativeModel(MetaModel):
         """The kernel of the linear layers; None: plain ones."""
         if self.device.type != "cpu":
             return None
-        return kernels.choose_kernel_for(
-            Counter((layer.in_features, layer.out_features) for layer in self.linears), self.dtype
-        )
+        counts = Counter((layer.in_features, layer.out_features) for layer in self.linears)
+        return kernels.choose_kernel(tuple(sorted(counts.items())), self.dtype)
 
     @property
     def variant_layers(self) -> list[str]:
@@ -156,21 +151,15 @@ class NativeModel(MetaModel):
         """
         keep = 0 if rows is None else torch.cat([rows, rows[-1:].expand(-len(rows) % ROWS)])
         inputs = {"input_ids": tokens[None], "position_ids": positions[..., None, :], "logits_to_keep": keep}
-        if spans:
-            assert self.images is not None
-            with install_embeddings(find_body(self.module), self.images.embed(tokens, spans)):
-                return self._compute(inputs, tokens, kv, rows)
-        return self._compute(inputs, tokens, kv, rows)
-
-    def _compute(
-        self, inputs: dict[str, Any], tokens: Tensor, kv: PrefillAttention | DecodeAttention, rows: Tensor | None
-    ) -> Tensor:
-        if self.record_experts:
-            with self.routers.watch(tokens):
-                out = self.module(**inputs, use_cache=False, kv=kv)
-            kv.store(EXPERTS, torch.stack(self.routers.chosen).to(TOKEN_COLUMNS["routed_experts"])[None])
-        else:
+        with contextlib.ExitStack() as stack:
+            if spans:
+                assert self.images is not None
+                stack.enter_context(install_embeddings(find_body(self.module), self.images.embed(tokens, spans)))
+            if self.record_experts:
+                stack.enter_context(self.routers.watch(tokens))
             out = self.module(**inputs, use_cache=False, kv=kv)
+        if self.record_experts:
+            kv.store(EXPERTS, torch.stack(self.routers.chosen).to(TOKEN_COLUMNS["routed_experts"])[None])
         return out.logits[0] if rows is None else out.logits[0, : len(rows)]
 
 
@@ -188,29 +177,17 @@ _STEPS = 4  # tokens decoded after the prefill
 
 @torch.inference_mode()
 def check_against_transformers(model: NativeModel) -> None:
-    """Compare the logits of one short sequence, prefilled and then decoded, with a plain forward.
-
-    Raises ValueError where they differ at more than half of the positions (in bfloat16 a router may flip at a few), and
-    for a model that fails on such rows.
-    """
-    name = type(model.module).__name__
+    """Compare the logits of one short sequence, prefilled and then decoded, with a plain forward. Raises ValueError
+    where they differ at more than half of the positions (in bfloat16 a router may flip at a few), and for a model that
+    fails on such rows."""
     tokens = _probe_tokens(model)
     model.module.set_attn_implementation("eager")
     expected = model.module(input_ids=tokens[None], use_cache=False).logits[0, ROWS - 1 :].float()
     sees = model.images is not None
     model.module.set_attn_implementation(choose_attention(model.module.config, NAME, sees=sees))
-    try:
+    with _refuse_failure(model, ""):  # such as that of a layer that expects another layout in memory
         logits = _compute_stepwise(model, tokens)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as problem:  # a layer that expects another layout in memory
-        raise ValueError(REFUSAL.format(name, shorten(str(problem), 200))) from problem
-    error = compare_logits(logits, expected)
-    if error > TOLERANCE[model.dtype]:  # false for NaN: generation reports weights that are NaN
-        raise ValueError(
-            f"the native engine cannot run {name}: its logits would differ from those of a plain forward by "
-            f"{error:.1e} of their spread"
-        )
+    _check_logits(model, logits, expected, "")
 
 
 @torch.inference_mode()
@@ -218,94 +195,75 @@ def check_images(model: NativeModel) -> None:
     """Raises ValueError unless a prompt with pictures, and tokens after it, have the logits of a plain forward."""
     if (images := model.images) is None:
         return
-    name, (prompt, spans) = type(model.module).__name__, images.make_probe()
+    prompt, spans = images.make_probe()
     tokens = torch.tensor([*prompt, *images.plain[5 : 5 + _STEPS]], device=model.device)
-    try:
+    with _refuse_failure(model, "with images: "):
         sdpa = {"": "sdpa"} | dict.fromkeys(model.module.config.sub_configs, "sdpa")
         model.module.set_attn_implementation(sdpa)
         expected = model.module(**images.list_plain_inputs(tokens, spans)).logits[0, len(prompt) - 1 :].float()
         model.module.set_attn_implementation(choose_attention(model.module.config, NAME, sees=True))
-        logits = _compute_images(model, images, tokens, len(prompt), spans)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as problem:  # a model fails by whatever it stumbles over
-        why = f"with images: {type(problem).__name__}: {shorten(str(problem), 200)}"
-        raise ValueError(REFUSAL.format(name, why)) from problem
-    if (error := compare_logits(logits, expected)) > TOLERANCE[model.dtype]:
-        raise ValueError(REFUSAL.format(name, f"with images its logits would differ by {error:.1e} of their spread"))
+        logits = _compute_stepwise(model, tokens, prompt=len(prompt), spans=spans)
+    _check_logits(model, logits, expected, "with images ")
 
 
-def _compute_images(
-    model: NativeModel, images: ImageEmbedder, tokens: Tensor, prompt: int, spans: Sequence[ImageSpan]
-) -> Tensor:
-    """Prefill the prompt, then decode the rest one by one. Returns logits of each step, float32 [_STEPS + 1, V]."""
-    cache = KVCache(ROWS, _round_up(len(tokens), STRIDE), lambda size: None)
-    fed, positions = _pad(model, tokens[:prompt].tolist(), list(range(prompt)))
-    rotary, shift = _place_prompt(images, prompt, spans, positions)
-    two_way = join_neighbours(spans) if images.has_two_way_images else ()
-    last = torch.tensor([prompt - 1], device=model.device)
-    sequence = PrefillSequence(0, prompt, slice(0, 1), two_way=two_way)
-    out = [model.forward(fed, rotary, PrefillAttention(cache, [sequence]), last, spans)]
-    for step in range(prompt, len(tokens)):
-        fed, at = torch.zeros(2, ROWS, dtype=torch.int64, device=model.device)
-        fed[0], at[0] = tokens[step], step
-        out.append(model.forward(fed, at - shift, DecodeAttention(cache, at, step + 1), None)[:1])
-    return torch.cat(out).float()
+def _refuse_failure(model: NativeModel, where: str) -> contextlib.AbstractContextManager[None]:
+    return refuse_failure(lambda why: ValueError(REFUSAL.format(type(model.module).__name__, where + why)))
 
 
-def _place_prompt(images: ImageEmbedder, length: int, spans: Sequence[ImageSpan], at: Tensor) -> tuple[Tensor, int]:
-    """The rotary positions of a prompt whose tokens have the indices ``at`` i64[T], padding behind it: i64[T],
-    or with M-RoPE [3, T]. Then the difference of index and rotary position of a later token."""
-    if (axes := images.find_positions(length, spans)) is None:
-        return at, 0
-    padded = F.pad(axes, (0, len(at) - length)).to(at.device)
-    return padded, images.find_shift(length, spans)
+def _check_logits(model: NativeModel, logits: Tensor, expected: Tensor, where: str) -> None:
+    error = compare_logits(logits, expected)
+    if error > TOLERANCE[model.dtype]:  # false for NaN: generation reports weights that are NaN
+        why = f"{where}its logits would differ from those of a plain forward by {error:.1e} of their spread"
+        raise ValueError(REFUSAL.format(type(model.module).__name__, why))
 
 
 @torch.inference_mode()
 def is_invariant(model: NativeModel) -> bool:
     """Test whether the logits of that sequence have the same bits alone, among others, and continued after a cut."""
     tokens = _probe_tokens(model)
-    alone = _compute_stepwise(model, tokens)
-    return torch.equal(alone, _compute_stepwise(model, tokens, neighbours=2 * ROWS + 1)) and torch.equal(
-        alone[1:], _compute_continued(model, tokens)
-    )
+    alone, among = _compute_stepwise(model, tokens), _compute_stepwise(model, tokens, neighbours=2 * ROWS + 1)
+    return torch.equal(alone, among) and torch.equal(alone[1:], _compute_continued(model, tokens))
 
 
 def _probe_tokens(model: NativeModel) -> Tensor:
     return torch.arange(1, ROWS + _STEPS + 1, device=model.device) * 7919 % model.vocabulary
 
 
-def _compute_stepwise(model: NativeModel, tokens: Tensor, neighbours: int = 0) -> Tensor:
-    """Prefill ROWS tokens, then decode the rest one by one. Returns logits of each step, float32 [_STEPS + 1, V].
-
-    ``neighbours``: the number of longer sequences computed with it, in the slots before its own.
-    """
+def _compute_stepwise(
+    model: NativeModel, tokens: Tensor, neighbours: int = 0, prompt: int = ROWS, spans: Sequence[ImageSpan] = ()
+) -> Tensor:
+    """Prefill a ``prompt`` of so many tokens, with images, then decode the rest one by one. Returns logits of each
+    step, float32 [n + 1, V]. ``neighbours``: the number of longer sequences computed with it, in the slots before its
+    own."""
     slots, length = _round_up(neighbours + 1, ROWS), _round_up((3 if neighbours else 1) * len(tokens), STRIDE)
-    cache, indices = KVCache(slots, length, lambda size: None), torch.arange(length, device=model.device)
+    cache, indices = KVCache(slots, length), torch.arange(length, device=model.device)
     fed, positions, sequences = [], [], []
     for slot in range(neighbours):
         start, count = len(positions), len(tokens) + slot
         fed += [(slot + i) % model.vocabulary for i in range(count)]
         positions += range(count)
         sequences.append(PrefillSequence(start, start + count, slice(slot, slot + 1)))
-    sequences.append(PrefillSequence(len(positions), len(positions) + ROWS, slice(neighbours, neighbours + 1)))
-    fed += tokens[:ROWS].tolist()
-    positions += range(ROWS)
-    last = torch.tensor([len(positions) - 1], device=model.device)
-    out = [model.forward(*_pad(model, fed, positions), PrefillAttention(cache, sequences), last)]
-    for step in range(ROWS, len(tokens)):
+    images, start, shift = model.images if spans else None, len(positions), 0
+    two_way = join_neighbours(spans) if images and images.has_two_way_images else ()
+    own = slice(neighbours, neighbours + 1)
+    sequences.append(PrefillSequence(start, start + prompt, own, two_way=two_way))
+    fed, rotary = _pad(model, fed + tokens[:prompt].tolist(), [*positions, *range(prompt)])
+    if images and (axes := images.find_positions(prompt, spans)) is not None:
+        rotary, shift = F.pad(axes, (0, len(fed) - prompt)).to(model.device), images.find_shift(prompt, spans)
+    last = torch.tensor([start + prompt - 1], device=model.device)
+    out = [model.forward(fed, rotary, PrefillAttention(cache, sequences), last, spans)]
+    for step in range(prompt, len(tokens)):
         fed, at = torch.zeros(2, slots, dtype=torch.int64, device=model.device)
         at[:neighbours] = indices[step + len(tokens) : step + len(tokens) + 1]
         fed[neighbours], at[neighbours] = tokens[step], step
-        columns = int(at.max()) + 1
-        out.append(model.forward(fed, at, DecodeAttention(cache, at, columns), None)[neighbours : neighbours + 1])
+        attention = DecodeAttention(cache, at, int(at.max()) + 1)
+        out.append(model.forward(fed, at - shift, attention, None)[own])
     return torch.cat(out).float()
 
 
 def _compute_continued(model: NativeModel, tokens: Tensor) -> Tensor:
     """Compute the decoded steps in one prefill, as for a sample that continues. Returns logits, float32 [_STEPS, V]."""
-    cache, count = KVCache(ROWS, _round_up(len(tokens), STRIDE), lambda size: None), len(tokens)
+    cache, count = KVCache(ROWS, _round_up(len(tokens), STRIDE)), len(tokens)
     prefill = PrefillAttention(cache, [PrefillSequence(0, count, slice(0, 1), decoded=_STEPS)])
     rows = torch.arange(ROWS, count, device=model.device)
     return model.forward(*_pad(model, tokens.tolist(), list(range(count))), prefill, rows).float()

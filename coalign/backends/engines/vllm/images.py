@@ -39,9 +39,7 @@ TILES, TOKEN = ("num_patches", "image_num_patches"), "image_token_id"
 
 class ImageInputs:
     """Makes inputs of prompts with images for the model of ``config``. ``processor``: the one of trainer and data.
-
-    Raises ValueError for a model whose pixels vLLM reads in another form than its processor makes them.
-    """
+    Raises ValueError for a model whose pixels vLLM reads in another form than its processor makes them."""
 
     def __init__(self, config: ModelConfig, processor: ImageProcessor) -> None:
         self.pixels = PixelCache(processor, KEPT_PIXELS)
@@ -52,10 +50,8 @@ class ImageInputs:
         self._check(processor)
 
     def build(self, tokens: list[int], spans: Sequence[ImageSpan], salt: str) -> MultiModalInput:
-        """Return the input of a prompt. ``salt`` keeps it from keys, values and features of other weights.
-
-        Raises what `PixelCache.get` raises, and ValueError for a video that vLLM reads differently than transformers.
-        """
+        """Return the input of a prompt. ``salt`` keeps it from keys, values and features of other weights. Raises what
+        `PixelCache.get` raises, and ValueError for a video that vLLM reads differently than transformers."""
         if not self._has_steps and any(span.is_video for span in spans):
             raise ValueError(
                 "vLLM samples with videos of families alone that write a text before each step of a video (Qwen3-VL): "

@@ -1,15 +1,12 @@
 """The vLLM engine: vLLM's scheduler and kernels, stepped by Coalign in this process.
 
-It uses vLLM's public interfaces only: engine arguments, a logits processor, a worker extension, collective calls. A
-token depends on the weights and on (seed, group, index, position). The batch matters only as far as vLLM's kernels
+A token depends on the weights and on (seed, group, index, position). The batch matters only as far as vLLM's kernels
 round differently in another one (about 1e-6 of a logit in float32).
 
 vLLM's own random streams count draws, so a response that continues on another replica would get other numbers. Its
 log-probs are either those before the temperature or those after truncation. A logits processor solves both: it draws
 the token by coalign.backends.engines.sampling and leaves no other token to choose. In the token's place it leaves the
 log-prob, which vLLM then reports (``logprobs_mode: processed_logits``). Penalties are vLLM's own.
-
-`models.<name>.vllm` may set the engine arguments that Coalign does not set itself (OWNED_ARGUMENTS in module.py).
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ import math
 import random
 import signal
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields
@@ -41,19 +37,14 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from coalign.backends import lora
-from coalign.backends.engines.contract import GenerationSession, InferenceEngine, OnToken
+from coalign.backends import lora, refuse_unknown
+from coalign.backends.engines.contract import InferenceEngine, OnToken, QueuedSession
 from coalign.backends.engines.request import Decoder, OnDone, PartialResponse, Request, SubmittedRequest
 from coalign.backends.engines.sampling import sample, uniforms
+from coalign.backends.engines.vllm import weight_loader
 from coalign.backends.engines.vllm.images import ARGUMENTS, ImageInputs
-from coalign.backends.engines.vllm.vllm_module import check_known
-from coalign.backends.engines.vllm.weight_loader import (
-    ADAPTER_REQUEST,
-    WeightLoader,
-    WeightOutlet,
-    adapter_capacity,
-    check_adapters,
-)
+from coalign.backends.engines.vllm.vllm_module import OWNED_ARGUMENTS
+from coalign.backends.engines.vllm.weight_loader import WeightLoader, WeightOutlet
 from coalign.backends.pretrained import StoredNames, building, find_tokenizer, get_directory
 from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.data.images.processor import ImageProcessor
@@ -77,10 +68,8 @@ class _SampledRow:
 
 
 class _CounterSampler(LogitsProcessor):
-    """Chooses each token by (stream key, position), from the logits of its own row.
-
-    It never chooses what a model must not say, the ids in the settings' ``additional_config``.
-    """
+    """Chooses each token by (stream key, position), from the logits of its own row. It never chooses what a model must
+    not say, the ids in the settings' ``additional_config``."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         ids = cast(dict[str, Any], vllm_config.additional_config)[FORBIDDEN]
@@ -112,8 +101,7 @@ class _CounterSampler(LogitsProcessor):
             alike.setdefault(id(sampling), []).append(row)
         if len(alike) == 1:
             return sample(logits, uniform, samplings[0])
-        tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-        logprobs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+        tokens, logprobs = (logits.new_empty(len(logits), dtype=dtype) for dtype in (torch.int64, torch.float32))
         for rows in alike.values():
             index = torch.tensor(rows, device=logits.device)
             tokens[index], logprobs[index] = sample(logits[index], uniform[index], samplings[rows[0]])
@@ -128,37 +116,35 @@ class _CounterSampler(LogitsProcessor):
         return _SampledRow(params.extra_args[KEY], shared, len(prompt), chosen)
 
 
-class _VLLMSession(GenerationSession):
-    """Submits every sample as one vLLM request.
+class _VLLMSession(QueuedSession[SubmittedRequest]):
+    """Submits every sample as one vLLM request. Samples of a prompt and turns of a conversation share keys and values
+    through vLLM's prefix cache."""
 
-    Samples of a prompt and turns of a conversation share keys and values through vLLM's prefix cache.
-    """
+    engine: VLLMEngine
 
     def __init__(self, engine: VLLMEngine, sampling: SamplingConfig, on_token: OnToken | None = None) -> None:
-        super().__init__(engine.context)
-        self.engine = engine
-        self.sampling = sampling
-        self.on_token = on_token
-        self._arrived: deque[SubmittedRequest] = deque()
+        super().__init__(engine, sampling, on_token, engine.context)
         self._answers: dict[str, PartialResponse] = {}  # by vLLM's request id
 
     @property
     def unfinished(self) -> bool:
-        return bool(self._arrived or self._answers)
+        return bool(self.arrived or self._answers)
 
     @property
     def unstarted(self) -> int:
-        waiting = sum(submitted.waiting for submitted in [*self._arrived])
-        return waiting + sum(not answer.tokens for answer in self._answers.values())
+        return super().unstarted + sum(not answer.tokens for answer in self._answers.values())
 
     def submit(self, request: Request, on_done: OnDone) -> SubmittedRequest:
         vocabulary, context = self.engine.vocabulary, self.engine.context
         submitted = SubmittedRequest.plan(request, self.sampling, on_done, vocabulary=vocabulary, context=context)
-        self._arrived.append(submitted)
+        self.arrived.append(submitted)
         return submitted
 
+    def forget(self, group: int, index: int) -> None:
+        """vLLM's prefix cache keeps what there is room for."""
+
     def cut_all(self) -> None:
-        self.cut(*self._arrived, *(answer.submitted for answer in self._answers.values()))
+        self.cut(*self.arrived, *(answer.submitted for answer in self._answers.values()))
 
     def take_active(self) -> Sequence[PartialResponse]:
         """Samples that wait within vLLM are taken, too: they might reuse keys and values of older weights."""
@@ -171,18 +157,18 @@ class _VLLMSession(GenerationSession):
             self._begin(submitted)
 
     def step(self) -> None:
-        while self._arrived:
-            submitted = self._arrived.popleft()
+        while self.arrived:
+            submitted = self.arrived.popleft()
             self.total += submitted.request.samples
             self._begin(submitted)
         cut = [name for name, answer in self._answers.items() if answer.submitted.cut]
         self._abort(cut)
         for name in cut:
-            self._finish(name, Status.PARTIAL)
+            self.finish(self._answers.pop(name), Status.PARTIAL)
         if self._answers:
             outputs = self.engine.step()  # vLLM computes the requests of all sessions together
             for session in self.engine.sessions:
-                cast(_VLLMSession, session).record(outputs)
+                cast(_VLLMSession, session).record_outputs(outputs)
 
     def close(self) -> None:
         """Abort unfinished requests."""
@@ -219,7 +205,7 @@ class _VLLMSession(GenerationSession):
             extra_args={KEY: key, SAMPLING: self.sampling},
         )
 
-    def record(self, outputs: list[RequestOutput]) -> None:
+    def record_outputs(self, outputs: list[RequestOutput]) -> None:
         """Add the tokens of this session's requests; finish those that end."""
         ended: dict[str, Status] = {}
         for output in outputs:
@@ -239,30 +225,23 @@ class _VLLMSession(GenerationSession):
                 )
         self._abort([output.request_id for output in outputs if output.request_id in ended and not output.finished])
         for name, status in ended.items():
-            self._finish(name, status)
+            self.finish(self._answers.pop(name), status)
 
     def _add_tokens(self, answer: PartialResponse, output: RequestOutput) -> Status | None:
         [completion] = output.outputs
-        request, version, status = answer.submitted.request, self.engine.version, None
+        status = None
         for token, choices in zip(completion.token_ids, completion.logprobs or (), strict=True):
             assert choices is not None
             logprob = choices[token].logprob
             if not math.isfinite(logprob):
-                raise FloatingPointError(f"logits are not finite (weights version {version}, group {request.group})")
-            status = answer.add(token, logprob, version, self.engine.end_tokens)
-            self.tokens_chosen += 1
-            if self.on_token is not None:
-                self.on_token(request.group, request.first + answer.offset, token, logprob)
+                version, group = self.engine.version, answer.submitted.request.group
+                raise FloatingPointError(f"logits are not finite (weights version {version}, group {group})")
+            status = self.record(answer, token, logprob)
         return status
 
     def _abort(self, names: list[str]) -> None:
         if names:
             self.engine.llm.abort_request(names)
-
-    def _finish(self, name: str, status: Status) -> None:
-        answer = self._answers.pop(name)
-        self.finished += 1
-        answer.submitted.on_done(answer.offset, answer.response(status))
 
 
 CPU = {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 2**30}  # compiling takes minutes there
@@ -271,10 +250,8 @@ LOAD_SECONDS = 600.0  # time limit of a worker for one parcel of weights
 
 
 class _WorkerProcesses:
-    """Watches vLLM's processes of a replica's ranks, to tell which one ended first.
-
-    ``workers`` are vLLM's handles. As soon as one process ends, vLLM ends the others.
-    """
+    """Watches vLLM's processes of a replica's ranks, to tell which one ended first. ``workers`` are vLLM's handles. As
+    soon as one process ends, vLLM ends the others."""
 
     def __init__(self, workers: Sequence[Any]) -> None:
         self._workers = workers
@@ -292,15 +269,11 @@ class _WorkerProcesses:
             return None
         rank, process = self._first.rank, self._first.proc
         process.join(1)
-        name = f"vLLM's process of rank {rank} of {len(self._workers)} (pid {process.pid})"
-        return f"{name} {_describe_exit(process.exitcode)}"
-
-
-def _describe_exit(code: int | None) -> str:
-    if code is None or code >= 0:
-        return "ended" if code is None else f"ended with code {code}"
-    hint = " (as the system does when memory is short)" if -code == signal.SIGKILL else ""
-    return f"was ended by {signal.Signals(-code).name}{hint}"
+        name, code = f"vLLM's process of rank {rank} of {len(self._workers)} (pid {process.pid})", process.exitcode
+        if code is None or code >= 0:
+            return f"{name} ended" if code is None else f"{name} ended with code {code}"
+        hint = " (as the system does when memory is short)" if -code == signal.SIGKILL else ""
+        return f"{name} was ended by {signal.Signals(-code).name}{hint}"
 
 
 class VLLMEngine(InferenceEngine):
@@ -326,13 +299,9 @@ class VLLMEngine(InferenceEngine):
         processor: ImageProcessor | None = None,
     ) -> None:
         super().__init__()
-        self.seed = seed
-        self.end_tokens = frozenset(end_tokens)
-        self.decoder = decoder
-        self.shapes = shapes
-        self.stored = stored
-        self.adapter_rank = adapter_rank
-        self.lora_request = ADAPTER_REQUEST if adapter_rank else None  # makes vLLM apply the adapters to a request
+        self.seed, self.end_tokens, self.decoder = seed, frozenset(end_tokens), decoder
+        self.shapes, self.stored, self.adapter_rank = shapes, stored, adapter_rank
+        self.lora_request = weight_loader.ADAPTER_REQUEST if adapter_rank else None  # to apply them
         self.loads = 0  # number of times that weights were loaded
         self.pipelined = arguments.pipeline_parallel_size > 1
         self.remote = arguments.tensor_parallel_size * arguments.pipeline_parallel_size > 1
@@ -353,10 +322,8 @@ class VLLMEngine(InferenceEngine):
         return dtypes.pop() if len(dtypes) == 1 else None
 
     def step(self) -> list[RequestOutput]:
-        """Run one step of vLLM.
-
-        In eager mode nothing is compiled: vLLM's sampler would still compile a function, which takes a minute on a CPU.
-        """
+        """Run one step of vLLM. In eager mode nothing is compiled: vLLM's sampler would still compile a function, which
+        takes a minute on a CPU."""
         with torch.compiler.set_stance("force_eager" if self.eager else "default"), self._name_lost_worker():
             return cast(list[RequestOutput], self.llm.step())  # generation models only
 
@@ -372,9 +339,7 @@ class VLLMEngine(InferenceEngine):
         """Copy the weights: vLLM packs them in its own way."""
         self.loads += 1
         if self.pipelined and self.sessions:
-            raise RuntimeError(
-                "weights cannot change while a pipeline computes (pipeline_parallel): wait for `generate`"
-            )
+            raise RuntimeError("weights cannot change while a pipeline computes (pipeline_parallel)")
         taken: set[str] = set()
         with self._name_lost_worker():
             self._send(self.stored(self._check_weights(weights, taken)))
@@ -419,18 +384,16 @@ class VLLMEngine(InferenceEngine):
                 raise ValueError(f"weight '{name}' has shape {list(tensor.shape)}; the model needs {list(shape)}")
             taken.add(name)
             yield name, tensor.detach()
-        check_adapters(adapters, self.shapes, self.adapter_rank or 0)
+        weight_loader.check_adapters(adapters, self.shapes, self.adapter_rank or 0)
 
     def _check_complete(self, taken: set[str]) -> None:
-        """Raise ValueError if weights are missing: the first time any.
-
-        Later it is an error to give a fused layer (queries, keys and values) in part: vLLM loses the rest of it.
-        """
-        needed = (
-            set(self.shapes) if self.version < 0 else {sibling for name in taken for sibling in self._list_fused(name)}
-        )
+        """Raise ValueError if weights are missing: the first time any. Later it is an error to give a fused layer
+        (queries, keys and values) in part: vLLM loses the rest of it."""
+        needed, why = set(self.shapes), ""
+        if self.version >= 0:
+            needed = {sibling for name in taken for sibling in self._list_fused(name)}
+            why = "; vLLM computes them as one layer with others that came"
         if missing := sorted(needed - taken):
-            why = "" if self.version < 0 else "; vLLM computes them as one layer with others that came"
             raise ValueError(f"the weights do not fit: missing {missing[:5]}{' …' * (len(missing) > 5)}{why}")
 
     def _list_fused(self, name: str) -> list[str]:
@@ -443,11 +406,10 @@ class VLLMEngine(InferenceEngine):
 def create_engine_arguments(
     config: ModelConfig, model: str, device: str, adapter_rank: int | None = None, forbidden: Sequence[int] = ()
 ) -> EngineArgs:
-    """Translate a model's configuration to vLLM's engine arguments. ``forbidden``: ids that it must not say.
-
-    Raises ValueError for options and sizes that vLLM does not have.
-    """
-    check_known(config.vllm, [field.name for field in fields(EngineArgs)], model)
+    """Translate a model's configuration to vLLM's engine arguments. ``forbidden``: ids that it must not say. Raises
+    ValueError for options and sizes that vLLM does not have."""
+    names, section = [field.name for field in fields(EngineArgs)], f"models.{model}.vllm"
+    refuse_unknown(config.vllm, names, OWNED_ARGUMENTS, section, "engine argument of vLLM")
     arguments: dict[str, Any] = {
         "model": str(get_directory(config)),
         "skip_tokenizer_init": True,
@@ -468,13 +430,13 @@ def create_engine_arguments(
     if config.vision is not None:
         arguments |= ARGUMENTS | {"tokenizer": str(find_tokenizer(config))}
     if adapter_rank:
-        arguments |= {"enable_lora": True, "max_lora_rank": adapter_capacity(adapter_rank, model)}
+        arguments |= {"enable_lora": True, "max_lora_rank": weight_loader.adapter_capacity(adapter_rank, model)}
     arguments |= (CPU if device == "cpu" else {}) | config.vllm
     arguments["additional_config"] = {**(arguments.get("additional_config") or {}), FORBIDDEN: [*forbidden]}
     return EngineArgs(**arguments)
 
 
-@building  # vLLM sets the default dtype and the default device of the process meanwhile
+@building()  # vLLM sets the default dtype and the default device of the process meanwhile
 def _start_engine(
     arguments: EngineArgs, model: str, processor: ImageProcessor | None
 ) -> tuple[LLMEngine, ImageInputs | None]:
@@ -517,10 +479,8 @@ def _explain_failure(arguments: EngineArgs, model: str) -> Iterator[None]:
 
 @contextmanager
 def _preserve_process_state() -> Iterator[None]:
-    """Restore what vLLM changes in the whole process, for the other models in it.
-
-    vLLM seeds the random number generators and, on CPU, replaces torch.set_num_threads by a function without effect.
-    """
+    """Restore what vLLM changes in the whole process, for the other models in it. vLLM seeds the random number
+    generators and, on CPU, replaces torch.set_num_threads by a function without effect."""
     threads, python, numpy = torch.set_num_threads, random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng():

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedConfig
 
-from coalign.backends import pretrained, require_package
+from coalign.backends import pretrained, refuse_owned, require_package
 from coalign.backends.engines.rollout_module import RolloutModule
 from coalign.backends.lora import get_weights
-from coalign.config.errors import suggest
 from coalign.config.schema import ModelConfig
 from coalign.data.examples import RowLimit
 
@@ -76,12 +75,10 @@ class VLLMModule(RolloutModule):
     @classmethod
     def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
         super().check_settings(config, name, device)
-        check_owned(config.vllm, name)
-        if config.pipeline_parallel > 1 and device.type == "cpu":
-            raise ValueError(
-                f"models.{name}.pipeline_parallel is {config.pipeline_parallel}: on CPU vLLM's pipelines fail in their "
-                "first step; use tensor_parallel"
-            )
+        refuse_owned(config.vllm, OWNED_ARGUMENTS, f"models.{name}.vllm")
+        if (stages := config.pipeline_parallel) > 1 and device.type == "cpu":
+            why = "on CPU vLLM's pipelines fail in their first step; use tensor_parallel"
+            raise ValueError(f"models.{name}.pipeline_parallel is {stages}: {why}")
 
     @classmethod
     def list_limits(cls, config: ModelConfig, section: str) -> list[RowLimit]:
@@ -95,14 +92,12 @@ class VLLMModule(RolloutModule):
         _check_rope(hf, config, name)
         text, ranks = hf.get_text_config(), config.tensor_parallel
         heads, kv_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None)
+        key = f"models.{name}.tensor_parallel is {ranks}, which"
         if heads % ranks:
-            raise ValueError(
-                f"models.{name}.tensor_parallel is {ranks}, which does not divide the model's {heads} attention heads"
-            )
+            raise ValueError(f"{key} does not divide the model's {heads} attention heads")
         if kv_heads and kv_heads % ranks and ranks % kv_heads:
             raise ValueError(
-                f"models.{name}.tensor_parallel is {ranks}, which neither divides the model's {kv_heads} heads of keys "
-                "and values nor is a multiple of them"
+                f"{key} neither divides nor is a multiple of the model's {kv_heads} heads of keys and values"
             )
 
     @classmethod
@@ -144,7 +139,7 @@ class VLLMModule(RolloutModule):
             end_tokens=self.find_end_tokens(architecture),
             decoder=self.decoder,
             adapter_rank=context.adapter_rank,
-            processor=self.read_processor(),
+            processor=pretrained.read_processor(config, context.images),
         )
 
     def move(self, to: str, components: Sequence[str]) -> None:
@@ -166,29 +161,11 @@ def _check_rope(hf: PreTrainedConfig, config: ModelConfig, name: str) -> None:
     if (limit := pretrained.read_rope_limit(hf)) is None:
         return
     rope_type, longest = limit
+    scaled = f"vLLM changes rotary embeddings of type `{rope_type}` of short sequences, too"
     if rope_type != "longrope":
-        raise ValueError(
-            f"models.{name}.load: vLLM computes rotary embeddings of type `{rope_type}` otherwise than a trainer: it "
-            "scales short sequences, too; use `module: native`"
-        )
+        raise ValueError(f"models.{name}.load: {scaled}, and a trainer does not; use `module: native`")
     if config.vllm.get("max_model_len", longest + 1) > longest:
-        raise ValueError(
-            f"models.{name}.vllm.max_model_len: rotary embeddings of type `{rope_type}` change above {longest} tokens, "
-            f"and vLLM then changes them for short sequences, too; set it to {longest} or less"
-        )
-
-
-def check_owned(options: Iterable[str], model: str) -> None:
-    """Raise ValueError for an engine argument that Coalign sets itself."""
-    if owned := [name for name in options if name in OWNED_ARGUMENTS]:
-        raise ValueError(f"models.{model}.vllm.{owned[0]} is set by Coalign: {OWNED_ARGUMENTS[owned[0]]}")
-
-
-def check_known(options: Iterable[str], arguments: Iterable[str], model: str) -> None:
-    """Raise ValueError for an option that is not among vLLM's engine ``arguments``."""
-    if unknown := [name for name in options if name not in arguments]:
-        close = suggest(unknown[0], sorted(argument for argument in arguments if argument not in OWNED_ARGUMENTS))
-        raise ValueError(f"models.{model}.vllm.{unknown[0]} is no engine argument of vLLM{close}")
+        raise ValueError(f"models.{name}.vllm.max_model_len: {scaled}, if it is above {longest}; set that or less")
 
 
 def _require_vllm(config: ModelConfig, name: str) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, cast, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from coalign.backends import lora
-from coalign.weights.sync.segment import Address, SharedMemorySegment, TensorEntry, align
+from coalign.weights.sync.segment import Address, SharedMemorySegment, TensorEntry, pack
 
 PARCEL_SIZE = 64 * 2**20  # bytes of a parcel; a larger tensor gets its own
 
@@ -53,21 +53,13 @@ class WeightOutlet:
 
     def parcels(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[_WeightParcel]:
         """Yield parcels with all of the weights, each as soon as it is full."""
-        entries: list[TensorEntry] = []
-        filled = 0
-        for name, tensor in weights:
-            segment = self.segment
-            if entries and segment is not None and filled + tensor.nbytes > self.size:
-                yield _WeightParcel(segment.address, entries)
-                entries, filled = [], 0
-            if segment is None or tensor.nbytes > self.size:
-                self.size = max(self.size, tensor.nbytes)
-                segment = self.segment = SharedMemorySegment.create(self.size)
-            entry = TensorEntry(name, tensor.dtype, tuple(tensor.shape), filled)
-            entry.tensor(segment.bytes).copy_(tensor)
-            entries.append(entry)
-            filled += align(tensor.nbytes)
-        if entries and self.segment is not None:
+        for bucket in pack(weights, self.size):
+            entries = [entry for entry, _ in bucket]
+            size = entries[-1].offset + entries[-1].size
+            if self.segment is None or size > len(self.segment.bytes):
+                self.segment = SharedMemorySegment.create(max(self.size, size))
+            for entry, tensor in bucket:
+                entry.tensor(self.segment.bytes).copy_(tensor)
             yield _WeightParcel(self.segment.address, entries)
 
 
@@ -80,10 +72,8 @@ class WeightLoader:
     coalign_kernels: list[tuple[Any, Any]]  # (method, kernel) of layers with experts, taken out during the load
 
     def coalign_setup(self, eager: bool) -> dict[str, list[str]]:
-        """Return the layers that vLLM computes as one: its name -> their names in Hugging Face's model.
-
-        ``eager``: compile nothing in this process (see VLLMEngine.step).
-        """
+        """Return the layers that vLLM computes as one: its name -> their names in Hugging Face's model. ``eager``:
+        compile nothing in this process (see VLLMEngine.step)."""
         if eager:
             torch.compiler.set_stance("force_eager")
         return dict(getattr(self.model_runner.get_model(), "packed_modules_mapping", {}))
@@ -119,10 +109,8 @@ class WeightLoader:
                 self.coalign_adapters[name] = tensor.cpu().clone()
 
     def coalign_unpack(self, parcel: _WeightParcel) -> None:
-        """Load a parcel, in a worker of another process.
-
-        The tensors are copied: a layer keeps them until it is complete, and the next parcel uses the same memory.
-        """
+        """Load a parcel, in a worker of another process. The tensors are copied: a layer keeps them until it is
+        complete, and the next parcel uses the same memory."""
         self.coalign_take([(name, tensor.clone()) for name, tensor in parcel.open()])
 
     @torch.no_grad()
@@ -140,11 +128,9 @@ class WeightLoader:
 
 
 def _take_kernels(model: nn.Module) -> list[tuple[Any, Any]]:
-    """Return (method, its kernel) of all layers with experts, and leave the methods without one.
-
-    vLLM 0.32.0 packs experts for its kernels on CPUs only when it makes the kernel: with one there, it would compute
-    with new weights that are not packed, and nothing would tell.
-    """
+    """Return (method, its kernel) of all layers with experts, and leave the methods without one. vLLM 0.32.0 packs
+    experts for its kernels on CPUs only when it makes the kernel: with one there, it would compute with new weights
+    that are not packed, and nothing would tell."""
     methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules()]
     kernels = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
     for method, _ in kernels:
@@ -153,10 +139,8 @@ def _take_kernels(model: nn.Module) -> list[tuple[Any, Any]]:
 
 
 def _repack_shared(model: nn.Module) -> None:
-    """Let layers that share a weight (tied embeddings) derive again what depends on it.
-
-    Only one of them was reloaded. The other may have, for example, a packed copy that CPUs compute logits with.
-    """
+    """Let layers that share a weight (tied embeddings) derive again what depends on it. Only one of them was reloaded.
+    The other may have, for example, a packed copy that CPUs compute logits with."""
     owners: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -184,10 +168,8 @@ def adapter_capacity(rank: int, model: str) -> int:
 
 
 def check_adapters(tensors: Mapping[str, torch.Size], shapes: Mapping[str, torch.Size], rank: int) -> None:
-    """Raise ValueError for adapters (their shapes by name) that are incomplete or do not fit these weights.
-
-    shapes: [out, in] of the weights. rank: that of every adapter.
-    """
+    """Raise ValueError for adapters (their shapes by name) that are incomplete or do not fit these weights. shapes:
+    [out, in] of the weights. rank: that of every adapter."""
     for name, shape in tensors.items():
         layer, _, factor = name.partition(lora.INFIX)
         weight = shapes.get(f"{layer.removeprefix(lora.PREFIX)}.weight")
@@ -201,30 +183,20 @@ def check_adapters(tensors: Mapping[str, torch.Size], shapes: Mapping[str, torch
             raise ValueError(f"the weights do not fit: missing ['{sibling}'], the other half of '{name}'")
 
 
-class _AdaptedModel(Protocol):
-    """vLLM's model with its LoRA layers, as far as it is used here."""
-
-    lora_manager: Any
-    embedding_modules: dict[str, str]
-
-
-def _install_adapters(model: _AdaptedModel, config: LoRAConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Compute with these adapters from now on, unfinished requests included; without tensors, with none.
-
-    ``model``: vLLM's, with its LoRA layers. Raises ValueError for an adapter of a layer without LoRA in vLLM.
-    """
+def _install_adapters(model: Any, config: LoRAConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Compute with these adapters from now on, unfinished requests included; without tensors, with none. ``model``:
+    vLLM's, with its LoRA layers. Raises ValueError for an adapter of a layer without LoRA in vLLM."""
     manager = model.lora_manager
-    adapter = (
-        _read_adapter(model, config, tensors)
-        if tensors
-        else manager.create_dummy_lora(ADAPTER_ID, 1, model.embedding_modules)
-    )
+    if tensors:
+        adapter = _read_adapter(model, config, tensors)
+    else:
+        adapter = manager.create_dummy_lora(ADAPTER_ID, 1, model.embedding_modules)
     manager.remove_adapter(ADAPTER_ID)
     manager.add_adapter(adapter)
     manager.activate_adapter(ADAPTER_ID)
 
 
-def _read_adapter(model: _AdaptedModel, config: LoRAConfig, tensors: Mapping[str, Tensor]) -> LoRAModel:
+def _read_adapter(model: Any, config: LoRAConfig, tensors: Mapping[str, Tensor]) -> LoRAModel:
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     adapter = LoRAModel.from_lora_tensors(
         ADAPTER_ID,

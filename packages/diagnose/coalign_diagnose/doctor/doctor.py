@@ -23,9 +23,9 @@ from coalign.config.schema import RunConfig
 from coalign.hub import list_sources
 from coalign.launch.fetch import list_data
 from coalign.report.display import Display
-from coalign_diagnose.doctor.findings import ClusterFacts, NodeLink, PreflightFinding, count_levels, examine
 from coalign_diagnose.doctor.network import open_sink, send_bytes
 from coalign_diagnose.doctor.node_facts import Kind, NodeFacts, NodeRequest, list_written, measure_node
+from coalign_diagnose.doctor.preflight import ClusterFacts, NodeLink, PreflightFinding, count_levels, examine
 
 if TYPE_CHECKING:
     from coalign.cluster.ray.ray_nodes import RayNodes

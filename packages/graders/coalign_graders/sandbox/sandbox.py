@@ -74,7 +74,7 @@ class Sandbox:
 
     def __init__(self, limits: SandboxLimits = SandboxLimits(), *, packages: bool = True) -> None:
         self.limits = limits
-        self.packages = _packages() if packages else []
+        self.packages = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}) if packages else []
 
     async def __aenter__(self) -> Self:
         if not sys.platform.startswith("linux"):
@@ -151,12 +151,6 @@ def _runtime() -> list[str]:
     interpreter_paths = {sys.executable, os.path.realpath(sys.executable), paths["stdlib"], paths["platstdlib"]}
     libraries = sysconfig.get_config_var("LIBDIR") or paths["stdlib"]
     return [*sorted(interpreter_paths), libraries, "/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo"]
-
-
-@cache
-def _packages() -> list[str]:
-    paths = sysconfig.get_paths()
-    return list(dict.fromkeys([paths["purelib"], paths["platlib"]]))
 
 
 # The limits by name: code whose function `is_limited` attacks the limit, and what the machine needs to enforce it.

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from string import Formatter
+from typing import Any, Protocol
 
-from coalign.rewards.judge_questions import Messages
+from coalign.data.images.placeholders import list_image_parts, write_markers
+from coalign.data.messages import format_prompt
 from coalign.types import Sample
 from coalign_graders.checker import find_last
 
@@ -45,6 +48,35 @@ COMPARE = """Which of two responses answers the user better? Neither their order
 
 Say in a few sentences what speaks for each of them. Then write "Verdict:" and {first_label}, {second_label} or {tie}, \
 and stop."""
+
+
+Messages = list[dict[str, Any]]
+
+
+class JudgeQuestions(Protocol):
+    """How a judge is used. An answer that cannot be read is never a reward: a response without one fails."""
+
+    def ask(self, group: Sequence[Sample]) -> list[Messages]:
+        """The questions about the responses to one prompt."""
+        ...
+
+    def verdict(self, answer: str) -> float | None:
+        """Read one answer as a number, 0 .. 1; None if it cannot be read."""
+        ...
+
+    def rewards(self, responses: int, verdicts: Sequence[float | None]) -> list[float | None]:
+        """The reward of each response from the verdicts on the group's questions, in order; None: it has none."""
+        ...
+
+
+def name_images(samples: Sequence[Sample]) -> list[Sample]:
+    """Return samples whose prompts say `<image>` where an image stands, for a judge that reads text alone."""
+    return [
+        replace(sample, meta=sample.meta | {"prompt": format_prompt(write_markers(messages))})
+        if list_image_parts(messages := sample.meta.get("messages") or [])
+        else sample
+        for sample in samples
+    ]
 
 
 class Pointwise:

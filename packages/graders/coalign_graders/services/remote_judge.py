@@ -15,10 +15,10 @@ from coalign.config.schema import Function
 from coalign.data.images.placeholders import list_images, show_images
 from coalign.data.images.rows import send_images
 from coalign.rewards.calls import GiveUp, quote
-from coalign.rewards.judge_questions import JudgeQuestions, Messages, name_images
 from coalign.services import ServiceError
 from coalign.types import Sample
 from coalign_graders.services.client import JsonClient, Url, hide_query
+from coalign_graders.services.questions import JudgeQuestions, Messages, name_images
 
 _QUESTIONS = "coalign.rewards.judge_questions"
 _KEPT = 100_000  # answers of calls that have not succeeded yet

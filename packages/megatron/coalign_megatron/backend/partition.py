@@ -21,12 +21,12 @@ from coalign.backends.lora import find_block
 from coalign.backends.pretrained import get_directory
 from coalign.config.schema import ModelConfig
 from coalign.files import read_model_config
-from coalign.weights.layouts.shards import Box, BoxCopy, Shard, ShardBox, cut, plan
 from coalign_megatron import families
 from coalign_megatron.families import Family, Parameter
 from coalign_megatron.families.family import HuggingFaceTensor, keep_whole
 from coalign_megatron.layouts.megatron import MegatronLayout, Mesh, split_layers
 from coalign_megatron.layouts.megatron_model import MegatronConfig
+from coalign_megatron.layouts.shards import Box, BoxCopy, Shard, ShardBox, cut, plan
 
 SCORE = "score.weight"  # the head of a value or reward model, in every Hugging Face directory
 

@@ -17,7 +17,6 @@ from coalign.backends.hf.heads import LanguageModelHead
 from coalign.backends.packing import pack
 from coalign.data.batch import Batch
 from coalign.roles import Context
-from coalign.weights.layouts.shards import TensorSpec, cut, plan, reshard
 from coalign.weights.sync.transport import WeightError
 from coalign_megatron.backend import build
 from coalign_megatron.backend.build import create_transformer_config
@@ -33,6 +32,7 @@ from coalign_megatron.convert.huggingface import whole_shard
 from coalign_megatron.convert.plan import choose_dtypes
 from coalign_megatron.convert.sources import ConversionRequest, OpenedCheckpoint, open_source
 from coalign_megatron.layouts.megatron import MegatronLayout, split_layers
+from coalign_megatron.layouts.shards import TensorSpec, cut, plan, reshard
 
 TOKENS = 64
 TOLERANCE = 1e-4  # largest difference of log-probs and entropies; the order of sums alone gives 1e-6 in small models

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from coalign.files import require_free_output
-from coalign.weights.layouts.shards import Box, Shard, ShardBox, TensorSpec, overlap, plan, reshard, slices
 from coalign.weights.sync.transport import WeightError
 from coalign_megatron.convert.files import hash_file, hash_in_background, run_tasks, single_threaded
 from coalign_megatron.convert.plan import (
@@ -33,6 +32,7 @@ from coalign_megatron.convert.plan import (
     split_rows,
 )
 from coalign_megatron.convert.sources import ConversionRequest, OpenedCheckpoint, open_source
+from coalign_megatron.layouts.shards import Box, Shard, ShardBox, TensorSpec, overlap, plan, reshard, slices
 
 
 def compare_with_source(output: ConversionOutput, source: OpenedCheckpoint, folder: Path, advance: Advance) -> int:

@@ -17,12 +17,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from coalign.files import list_weight_files, read_model_config
-from coalign.weights.layouts.shards import Shape, Shard, ShardBox
 from coalign.weights.model_files import read_header
 from coalign.weights.sync.checksums import tensor_bytes
 from coalign_megatron.convert import legacy
 from coalign_megatron.convert.files import HashedFile
 from coalign_megatron.families.family import HuggingFaceTensor
+from coalign_megatron.layouts.shards import Shape, Shard, ShardBox
 
 SCALES = "_scale_inv"  # suffix of the scales' name
 BLOCK = 128  # rows and columns per scale

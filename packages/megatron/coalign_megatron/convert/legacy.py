@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coalign.weights.layouts.shards import Shard
 from coalign_megatron.families import MegatronConfig, Parameter
 from coalign_megatron.layouts.megatron import Coordinates, MegatronLayout, Mesh, Stages
 from coalign_megatron.layouts.megatron_model import TIED_HEAD, LayerSpec
+from coalign_megatron.layouts.shards import Shard
 
 
 class SkippedObject:

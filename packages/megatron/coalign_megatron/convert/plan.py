@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from coalign.files import read_model_config
-from coalign.weights.layouts.shards import (
+from coalign.weights.sync.checksums import tensor_bytes
+from coalign_megatron.convert import huggingface, torch_dist
+from coalign_megatron.convert.files import write_hashed
+from coalign_megatron.convert.huggingface import FileTensor
+from coalign_megatron.convert.sources import HF, ITERATION, ConversionRequest, OpenedCheckpoint, dtype_keys
+from coalign_megatron.convert.torch_dist import PlannedChunk
+from coalign_megatron.families import Parameter
+from coalign_megatron.layouts.megatron import MegatronLayout, Mesh, split_layers
+from coalign_megatron.layouts.shards import (
     Box,
     BoxCopy,
     Fetch,
@@ -24,14 +32,6 @@ from coalign.weights.layouts.shards import (
     reshard,
     slices,
 )
-from coalign.weights.sync.checksums import tensor_bytes
-from coalign_megatron.convert import huggingface, torch_dist
-from coalign_megatron.convert.files import write_hashed
-from coalign_megatron.convert.huggingface import FileTensor
-from coalign_megatron.convert.sources import HF, ITERATION, ConversionRequest, OpenedCheckpoint, dtype_keys
-from coalign_megatron.convert.torch_dist import PlannedChunk
-from coalign_megatron.families import Parameter
-from coalign_megatron.layouts.megatron import MegatronLayout, Mesh, split_layers
 
 RELEASE = "release"
 BLOCK = 16 * 2**20  # bytes built at once

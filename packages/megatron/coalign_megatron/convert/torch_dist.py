@@ -25,12 +25,12 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.utils.serialization import config as serialization
 
-from coalign.weights.layouts.shards import Box, Shape, Shard, ShardBox, overlap
 from coalign.weights.metadata import METADATA, read_metadata
 from coalign_megatron.convert.files import HashedFile, write_hashed
 from coalign_megatron.convert.legacy import refuse_compressed
 from coalign_megatron.families import MegatronConfig, Parameter
 from coalign_megatron.layouts.megatron_model import EXPERT, LAYER, name_in_torch_dist
+from coalign_megatron.layouts.shards import Box, Shape, Shard, ShardBox, overlap
 
 STACKED = "decoder.layers."
 Flavour = Literal["local", "te"]  # names of norms: megatron-core's own layers, or Transformer Engine's

@@ -14,7 +14,6 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from coalign.files import describe_problem
-from coalign.weights.layouts.shards import Box, Shape, Shard, ShardBox, overlap
 from coalign_megatron.layouts.megatron_model import (
     LAYER,
     TOWER,
@@ -23,6 +22,7 @@ from coalign_megatron.layouts.megatron_model import (
     RopeScaling,
     list_parameters,
 )
+from coalign_megatron.layouts.shards import Box, Shape, Shard, ShardBox, overlap
 
 Hf = Mapping[str, Any]
 # Returns fields of a MegatronConfig. ValueError names a key that is missing or has a value that Megatron cannot have.
@@ -324,7 +324,7 @@ DENSE_LAYER = name_layer(
 class Parameter(MegatronParameter):
     """A Megatron parameter and what it is made of: ``pieces``, boxes of the views of ``sources``.
 
-    So ``whole`` can be cut, joined and planned by coalign.weights.layouts.shards.
+    So ``whole`` can be cut, joined and planned by coalign_megatron.layouts.shards.
     """
 
     sources: Mapping[str, HuggingFaceTensor]

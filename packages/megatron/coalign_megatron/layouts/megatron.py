@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from coalign.weights.layouts.shards import Shard
 from coalign_megatron.families.family import Parameter
 from coalign_megatron.layouts.megatron_model import (
     DUPLICATED,
@@ -16,6 +15,7 @@ from coalign_megatron.layouts.megatron_model import (
     MegatronConfig,
     name_in_model,
 )
+from coalign_megatron.layouts.shards import Shard
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from coalign.weights.layouts.shards import Box, Shape
+from coalign_megatron.layouts.shards import Box, Shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

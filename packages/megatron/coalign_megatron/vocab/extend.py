@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, PretrainedConfig
 
 from coalign.files import list_weight_files, read_json_object, read_model_config, require_free_output, write_atomically
 from coalign_megatron.vocab.tokenizer import (
@@ -142,7 +141,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-LEGAL = ("LICENSE*", "NOTICE*", "USE_POLICY*")
+COPIED = ("generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
 
 
 @dataclass(frozen=True)
@@ -189,16 +188,14 @@ def extend(
     *,
     special: bool = False,
     pad_to_multiple: int = 64,
-    roles: Mapping[str, str] | None = None,
     sample: Path | None = None,
 ) -> ExtensionReport:
     """Write a copy of ``model`` to ``output``, with the tokens of a file in its tokenizer, embedding and head.
 
     model: a Hugging Face directory in safetensors: a causal LM, or a model with another head (reward, value).
     tokens: a file that coalign_megatron.vocab.tokenizer can read. special: decoded texts omit the tokens of a list.
-    pad_to_multiple: the number of rows becomes a multiple of this, if the table has to grow. roles: `eos` or `pad` ->
-    the token for this role in tokenizer, config.json and generation_config.json. sample: a text whose tokens are
-    counted before and after.
+    pad_to_multiple: the number of rows becomes a multiple of this, if the table has to grow. sample: a text whose
+    tokens are counted before and after.
 
     The output appears complete or not at all. Raises ValueError for input that cannot be used, FileExistsError for an
     output that is not empty, FileNotFoundError for a missing file.
@@ -211,40 +208,19 @@ def extend(
     old_count = count_tokens(tokenizer, sample) if sample else 0
     extension = extend_tokenizer(tokenizer, source, special=special)
     rows = VocabularyRows.plan(config.vocab_size, extension.first, extension.pieces, pad_to_multiple)
-    ids = _assign(tokenizer, roles or {})
     output.parent.mkdir(parents=True, exist_ok=True)
     with write_atomically(output) as aside:
         aside.mkdir()
         tokenizer.save_pretrained(aside)
         check_saved_tokenizer(aside, tokenizer)
-        _write_configs(model, aside, rows, ids)
+        _write_configs(model, aside, rows)
         write_weights(model, aside, find_token_tables(config), rows)
     return ExtensionReport(extension, rows, (old_count, count_tokens(tokenizer, sample)) if sample else None)
 
 
-def _assign(tokenizer: PreTrainedTokenizerFast, roles: Mapping[str, str]) -> dict[str, int]:
-    """Give tokens their roles, which makes them special. Returns role -> id.
-
-    A piece of a vocabulary is refused: as a special token it would be cut out of every word.
-    """
-    added = tokenizer.get_added_vocab()
-    for role, token in roles.items():
-        if token not in added:
-            raise ValueError(f"--{role}: {token!r} is no added token, neither of the model's tokenizer nor a new one")
-        tokenizer.add_special_tokens({f"{role}_token": token})
-    return {role: added[token] for role, token in roles.items()}
-
-
-def _write_configs(source: Path, target: Path, rows: VocabularyRows, roles: dict[str, int]) -> None:
-    """Write the configurations with the new sizes and roles. Generation still stops at the old end tokens too."""
-    config = read_model_config(source)
-    ids: dict[str, int | list[int]] = {f"{role}_token_id": i for role, i in roles.items()}
-    write_json(target / "config.json", config | {"vocab_size": rows.new_size} | ids)
-    if (source / "generation_config.json").is_file():
-        generation = read_json_object(source / "generation_config.json")
-        if "eos_token_id" in ids and (old := generation.get("eos_token_id")) is not None:
-            ids["eos_token_id"] = list(dict.fromkeys([roles["eos"], *(old if isinstance(old, list) else [old])]))
-        write_json(target / "generation_config.json", generation | ids)
-    for pattern in LEGAL:
+def _write_configs(source: Path, target: Path, rows: VocabularyRows) -> None:
+    """Write config.json with the new size; the configuration of generation and legal texts stay as they are."""
+    write_json(target / "config.json", read_model_config(source) | {"vocab_size": rows.new_size})
+    for pattern in COPIED:
         for file in source.glob(pattern):
             shutil.copy(file, target)

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from coalign.weights.layouts.shards import cut
 from coalign_megatron import families
 from coalign_megatron.layouts.megatron import MegatronLayout, Mesh, split_layers
+from coalign_megatron.layouts.shards import cut
 
 SIZES = {
     "vocab_size": 300,

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from coalign.files import read_model_config
-from coalign.weights.layouts.shards import cut
 from coalign_megatron import families
 from coalign_megatron.convert.huggingface import HuggingFaceReader
 from coalign_megatron.layouts.megatron import MegatronLayout, Mesh, split_layers
+from coalign_megatron.layouts.shards import cut
 
 RANKS = 4
 SAME = ["num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"]

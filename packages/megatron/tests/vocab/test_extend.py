@@ -149,32 +149,6 @@ def test_a_token_that_the_old_tokenizer_knows_nothing_of(tmp_path):
     torch.testing.assert_close(table[400], table[:400].mean(0))
 
 
-# ---- roles
-
-
-@pytest.mark.parametrize("special", [False, True])
-def test_roles(tokens, tmp_path, special):
-    old = made.byte_level_model(tmp_path / "old")
-    generation = json.loads((old / "generation_config.json").read_text())
-    end = generation["eos_token_id"]
-    extend(old, tokens, tmp_path / "new", special=special, roles={"eos": "<|tool|>", "pad": "<|im_start|>"})
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "new")
-    ids = {"eos_token_id": tokenizer.convert_tokens_to_ids("<|tool|>"), "pad_token_id": 331}
-    assert {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id} == ids
-    config = json.loads((tmp_path / "new" / "config.json").read_text())
-    assert {k: config[k] for k in ids} == ids
-    assert tokenizer.decode(tokenizer("a<|tool|>b")["input_ids"], skip_special_tokens=True) == "ab"
-    new = json.loads((tmp_path / "new" / "generation_config.json").read_text())
-    assert new == generation | {"eos_token_id": [ids["eos_token_id"], end], "pad_token_id": 331}
-
-
-@pytest.mark.parametrize("token", ["<|end|>", "t"])
-def test_a_role_for_what_is_no_added_token(tokens, tmp_path, token):
-    with pytest.raises(ValueError, match=f"--eos: {token!r} is no added token".replace("|", r"\|")):
-        extend(made.byte_level_model(tmp_path / "old"), tokens, tmp_path / "new", roles={"eos": token})
-    assert not (tmp_path / "new").exists()
-
-
 # ---- the output is whole or not there
 
 
@@ -274,7 +248,6 @@ def test_the_command(tokens, tmp_path):
     [
         (["nowhere"], "there is no directory 'nowhere'"),
         (["{old}", "--sample", "nothing.txt"], "--sample: nothing.txt is not a file"),
-        (["{old}", "--eos", "nobody"], "is no added token"),
     ],
 )
 def test_errors_of_the_command(tokens, tmp_path, arguments, message):

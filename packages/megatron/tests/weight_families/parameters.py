@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coalign.weights.layouts.shards import Shard, ShardBox, cut
+from coalign_megatron.layouts.shards import Shard, ShardBox, cut
 
 
 def from_hf(parameter, tensors):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coalign.weights.layouts.shards import TensorSpec, cut, join
 from coalign_megatron import families
 from coalign_megatron.layouts.megatron import MegatronLayout, Mesh, split_layers
+from coalign_megatron.layouts.shards import TensorSpec, cut, join
 from packages.megatron.tests.weight_families.checkpoints import CASES, FAMILY, MOE, NATIVE, checkpoint, native
 from packages.megatron.tests.weight_families.parameters import from_hf, join_parts, part, to_hf
 

@@ -1,20 +1,19 @@
-"""The table of one framework's keys, and the words that all tables share."""
+"""The table of one framework's keys."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
 from typing import Any
+
+from coalign.config.yaml_reader import parse
 
 TRAINER, POLICY, VALUE = "models.trainer", "models.policy", "models.value"
 SAMPLING = f"{POLICY}.sampling"
-MICRO = "micro-batches follow from models.trainer.max_tokens_per_micro"
 PLACED = "num_gpu is auto: the models share in turn the GPUs that are there"
-MEMORY = "models that share a device leave it by themselves (docs/memory.md)"
-PACKED = "sequences are packed wherever the architecture can"
-KERNELS = "the backend takes the fastest kernel that it has"
-LOGGED = "every step is logged (runtime.log_every shows fewer)"
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,45 @@ class ForeignKeys:
         """Return why a key has no counterpart; None for one that has, and for an unknown one."""
         has_counterpart = key not in self.unneeded and (key in self.same or _find(self.combined, key))
         return None if has_counterpart else _find(self.unneeded, key)
+
+
+@cache
+def load_keys(name: str) -> ForeignKeys:
+    """Return the table of a file in this folder, such as `verl`, over the one that it ``extends``."""
+    data = _read(name)
+    base = load_keys(data["extends"]) if "extends" in data else ForeignKeys("", {}, {}, {})
+    reasons = _read("reasons")
+    unneeded = {
+        key if section == "_" else f"{section}.{key}": reasons.get(reason, reason)
+        for section, groups in data.get("unneeded", {}).items()
+        for reason, keys in groups.items()
+        for key in keys
+    }
+    tables = {table: dict(_flatten(data.get(table, {}))) for table in ("same", "combined", "defaults", "renamed")}
+    return ForeignKeys(
+        data.get("name", base.name),
+        same={**base.same, **tables["same"]},
+        combined={**base.combined, **tables["combined"]},
+        unneeded={**unneeded, **base.unneeded},
+        defaults={**base.defaults, **tables["defaults"]},
+        renamed={**tables["renamed"], **base.renamed},
+        inputs=tuple(data.get("inputs", base.inputs)),
+    )
+
+
+def _read(name: str) -> dict[str, Any]:
+    file = Path(__file__).parent / f"{name}.yaml"
+    return parse(file.read_text(encoding="utf-8"), str(file))[0]
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted keys; `_` is the section itself."""
+    for name, value in table.items():
+        key = prefix.removesuffix(".") if name == "_" else f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{key}.")
+        else:
+            yield key, value
 
 
 def _find(table: Mapping[str, str], key: str) -> str | None:

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from coalign.config.errors import Key
-from coalign_migrate.keys.trl import TRL
-from coalign_migrate.keys.verl import VERL
+from coalign_migrate.keys.foreign_keys import load_keys
 
 _MOST = 3  # keys of a section that a message translates
 
@@ -63,17 +62,17 @@ def name_command(file: Any, data: Any, text: str = "") -> str | None:
 def is_path_of_verl(key: Key, value: Any) -> bool:
     """Whether ``key``, or one of those below it, is exactly a key that verl has; such a path is no slip of the pen."""
     path = ".".join(map(str, key))
-    return any("." in name and VERL.describe(name) is not None for name in _list_paths(path, value))
+    return any("." in name and load_keys("verl").describe(name) is not None for name in _list_paths(path, value))
 
 
 def translate_key(key: Key, value: Any) -> str | None:
     """Say what a key of TRL or verl, or the keys below it, are called here, as the end of a sentence; else None."""
     path = ".".join(map(str, key))
-    if ours := VERL.describe(path):
+    if ours := load_keys("verl").describe(path):
         paths = [name for name in _list_paths(path, value) if name != path]
-        below = [f"{name} is {said}" for name in paths if (said := VERL.describe(name))]
+        below = [f"{name} is {said}" for name in paths if (said := load_keys("verl").describe(name))]
         return f"is verl's; here {', '.join(below[:_MOST]) or f'it is {ours}'}"
-    if key and (ours := TRL.describe(str(key[-1]))):
+    if key and (ours := load_keys("trl").describe(str(key[-1]))):
         return f"is TRL's; here it is {ours}"
     return None
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 _OPERATORS = re.compile(r"\d+(?:>>|>&|<&|>\||[<>])|&>>|<<<|<<-|;;&|&&|\|\||;;|;&|<<|>>|&>|>&|<&|>\||<>|[;&|()<>]")
 _ARRAY = re.compile(r"[A-Za-z_]\w*\+?=")
+_QUOTE = re.compile(r"\$?['\"]|`")
 _CLOSING = {"{": "}", "(": ")"}
 _COMMAND_STARTS = frozenset(("", "\n", ";", "&", "&&", "|", "||", "(", "{", "!", "then", "do", "else", "elif", "if"))
 _COMMAND_STARTS |= {"while", "until", "for"}
@@ -30,32 +31,18 @@ def find_end(text: str, start: int) -> int:
     """
     if text[start] == "\\":
         return min(start + 2, len(text))
-    if text[start] in "'`":
-        return _find_quote(text, start, text[start], escapes=text[start] == "`")
-    if text[start] == '"':
-        return _find_double_quote(text, start)
-    if text.startswith("$'", start):
-        return _find_quote(text, start + 1, "'", escapes=True)
-    if text.startswith('$"', start):
-        return _find_double_quote(text, start + 1)
     if text.startswith(("${", "$("), start):
         return find_closing(text, start + 1)
-    return start + 1
-
-
-def _find_quote(text: str, start: int, quote: str, *, escapes: bool) -> int:
-    position = start + 1
-    while position < len(text) and text[position] != quote:
-        position += 2 if escapes and text[position] == "\\" else 1
-    return _require(position, text, start)
-
-
-def _find_double_quote(text: str, start: int) -> int:
-    position = start + 1
-    while position < len(text) and text[position] != '"':
-        nests = text[position] in "\\`" or text.startswith(("${", "$("), position)
+    opening = _QUOTE.match(text, start)
+    if not opening:
+        return start + 1
+    position = opening.end()
+    while position < len(text) and text[position] != opening[0][-1]:
+        nests = text[position] == "\\" and opening[0] != "'"
+        if opening[0][-1] == '"':
+            nests = text[position] in "\\`" or text.startswith(("${", "$("), position)
         position = find_end(text, position) if nests else position + 1
-    return _require(position, text, start)
+    return _require(position, text, opening.end() - 1)
 
 
 def find_closing(text: str, start: int) -> int:

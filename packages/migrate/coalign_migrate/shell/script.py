@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -30,6 +31,7 @@ from coalign_migrate.shell.parser import (
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[([^\]]+)\])?(\+?)=")
 _DECLARATIONS = frozenset(("export", "declare", "local", "readonly", "typeset"))
 _QUESTIONS = frozenset(("[", "[[", "test", "command", "which", "type", "hash", "grep", "nvidia-smi", "pgrep"))
+_WRITERS = frozenset(("echo", "printf", "cat", "tee", "dirname", "basename", "realpath", "pwd", "expr"))
 _MAX_DEPTH, _MAX_ITERATIONS, _MAX_BYTES = 20, 1000, 1 << 20
 
 
@@ -225,7 +227,8 @@ class ShellScript:
             self._notes.append(
                 f"line {command.line}: `{show(expanded[0])}` begins no command; the one before has ended"
             )
-        variables = {name: text for token in prefix for name, text in self._read_assignment(token)}
+        assignments = [(_ASSIGNMENT.match(token.text), token.text) for token in prefix if token.type == "word"]
+        variables = {match[1]: self._expander.expand_text(text[match.end() :]) for match, text in assignments if match}
         return self._start(ShellCommand(tuple(expanded), variables, command.line), command)
 
     def _expand_words(self, words: list[ShellToken], line: int) -> list[str]:
@@ -241,10 +244,6 @@ class ShellScript:
                 texts = [text for text in texts if not is_variable(text)]
             expanded += texts
         return expanded
-
-    def _read_assignment(self, token: ShellToken) -> Iterable[tuple[str, str]]:
-        if token.type == "word" and (match := _ASSIGNMENT.match(token.text)):
-            yield match[1], self._expander.expand_text(token.text[match.end() :])
 
     def _assign(self, token: ShellToken) -> None:
         match = _ASSIGNMENT.match(token.text)
@@ -284,7 +283,7 @@ class ShellScript:
         if name == "read":
             return self._read(arguments, command, source, text)
         if name in _WRITERS:
-            return self._write(_WRITERS[name](arguments, self.variables), source, text, arguments)
+            return self._write(_print(name, arguments, self.variables), source, text, arguments)
         if self._output is not None and not any(op in (">", "&>") for op, _ in source.redirections):
             self._output.append(None)
         self.commands.append(command)
@@ -388,46 +387,25 @@ def _asks(statement: Statement) -> bool:
     return not isinstance(first, SimpleCommand) or not first.words or first.words[0].text in _QUESTIONS
 
 
-def _echo(arguments: list[str], _: ShellVariables) -> str:
-    while arguments and re.fullmatch(r"-[neE]+", arguments[0]):
-        arguments = arguments[1:]
-    return " ".join(arguments)
-
-
-def _print_text(arguments: list[str], _: ShellVariables) -> str | None:
-    return arguments[1] if len(arguments) == 2 and arguments[0] in ("%s", "%s\\n") else None
-
-
-def _print_name(arguments: list[str], _: ShellVariables) -> str | None:
-    names = [argument for argument in arguments if argument != "--"]
-    if not names or not is_known(names[0]):
-        return None
-    name = os.path.basename(names[0].rstrip("/"))
-    return name.removesuffix(names[1]) if len(names) > 1 else name
-
-
-def _print_parent(arguments: list[str], _: ShellVariables) -> str | None:
-    names = [argument for argument in arguments if argument != "--"]
-    return os.path.dirname(names[0].rstrip("/")) or "." if names and is_known(names[0]) else None
-
-
-def _print_number(arguments: list[str]) -> str | None:
-    value = compute(" ".join(arguments), lambda name: None)
-    return None if value is None else str(value)
-
-
-def _print_path(arguments: list[str], _: ShellVariables) -> str | None:
-    return os.path.abspath(arguments[-1]) if arguments and is_known(arguments[-1]) else None
-
-
-_WRITERS = {
-    "echo": _echo,
-    "printf": _print_text,
-    "cat": lambda arguments, variables: None,
-    "tee": lambda arguments, variables: None,
-    "dirname": _print_parent,
-    "basename": _print_name,
-    "realpath": _print_path,
-    "pwd": lambda arguments, variables: variables.get_text("PWD"),
-    "expr": lambda arguments, variables: _print_number(arguments),
-}
+def _print(name: str, arguments: list[str], variables: ShellVariables) -> str | None:
+    """Return what one of `_WRITERS` writes of its arguments; None if that is not known."""
+    paths = [argument for argument in arguments if argument != "--"]
+    path = paths[0].rstrip("/") if paths and is_known(paths[0]) else None
+    match name:
+        case "echo":
+            options = itertools.takewhile(lambda argument: re.fullmatch(r"-[neE]+", argument), arguments)
+            return " ".join(arguments[len(list(options)) :])
+        case "printf":
+            return arguments[1] if len(arguments) == 2 and arguments[0] in ("%s", "%s\\n") else None
+        case "dirname":
+            return None if path is None else os.path.dirname(path) or "."
+        case "basename":
+            return None if path is None else os.path.basename(path).removesuffix("".join(paths[1:2]))
+        case "realpath":
+            return os.path.abspath(arguments[-1]) if arguments and is_known(arguments[-1]) else None
+        case "pwd":
+            return variables.get_text("PWD")
+        case "expr":
+            value = compute(" ".join(arguments), lambda name: None)
+            return None if value is None else str(value)
+    return None

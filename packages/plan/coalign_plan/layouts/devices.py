@@ -31,9 +31,9 @@ class DeviceLoad:
 
 
 def list_device_loads(
-    slots: Iterable[Slot], models: Mapping[str, ModelConfig], estimates: Estimates, *, overhead: int = PROCESS_BYTES
+    slots: Iterable[Slot], models: Mapping[str, ModelConfig], estimates: Estimates
 ) -> list[DeviceLoad]:
-    """List the different devices of all slots, fullest first. ``overhead``: bytes of each process beside its model."""
+    """List the different devices of all slots, fullest first."""
     loads = []
     for slot in slots:
         groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
@@ -45,7 +45,7 @@ def list_device_loads(
                 name: list_movable_parts(models[name], slot.footprints[name].devices, len(slot.positions) > 1)
                 for name in held
             }
-            more = overhead * len(held) if slot.devices else 0
+            more = PROCESS_BYTES * len(held) if slot.devices else 0
             peaks = {name: measure_turn(name, held, moved) for name in held}
             turn = max(peaks, key=lambda name: peaks[name])
             together = estimate_largest_phase(held, {}) + more

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from coalign.config import locate_problems
 from coalign.config.schema import RunConfig
+from coalign.config.yaml_reader import emit_inline
 from coalign.report.display import Display
 from coalign_plan.checks.planned_run import describe_run
 from coalign_plan.constants import Constants, load_machine
@@ -18,9 +20,8 @@ from coalign_plan.layouts.adapter import PlannedRun, build_job, list_run_loads, 
 from coalign_plan.layouts.devices import DeviceLoad
 from coalign_plan.layouts.search import LayoutSearch, Objective, find_changes, search_layouts
 from coalign_plan.prediction import StepPrediction, predict_step
-from coalign_plan.report.page import THE_RUN, PlanPage, ProposedLayout
+from coalign_plan.report.page import THE_RUN, PlanPage, ProposedLayout, format_settings
 from coalign_plan.report.step_trace import draw_trace
-from coalign_plan.report.yaml_edit import edit_yaml
 
 ASYNCHRONOUS = 4  # weight versions of an asynchronous run, where the configuration asks for none or one
 MAX_DOUBLINGS = 5  # how often the nodes are doubled where nothing fits
@@ -202,10 +203,11 @@ def choose_layouts(search: LayoutSearch, run: PlannedRun, load: LoadWith, reques
 
 
 def write_layout(source: Path, target: Path, proposed: Sequence[ProposedLayout], display: Display) -> None:
-    """Write the configuration with the settings of the best layout. ValueError if none was found."""
+    """Write a configuration that includes ``source`` and sets the best layout. ValueError if none was found."""
     if not proposed:
         raise ValueError("--write: no layout was found that fits, so nothing is written")
-    text = edit_yaml(source.read_text(encoding="utf-8"), str(source), proposed[0].lines)
+    settings = proposed[0].lines
+    included = emit_inline(os.path.relpath(source, target.parent))
     with target.open("x", encoding="utf-8") as file:
-        file.write(text)
+        file.write("\n".join([f"include: {included}", *(format_settings(settings) if settings else ())]) + "\n")
     display.show(f"written: {target}, {source} with the lines of layout 1")

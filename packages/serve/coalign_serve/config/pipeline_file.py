@@ -14,7 +14,7 @@ from coalign.config.errors import ConfigError, ConfigLocation, ConfigProblem, Co
 from coalign.config.layering import ConfigLayer, apply_override, expand_shorthands, read_file, read_includes
 from coalign.config.loading import Defaults, LoadContext, load_run, raise_problems, read_layer, validate_layer
 from coalign.config.schema import Section
-from coalign_serve.config.pipeline import STAGES, PipelineConfig
+from coalign_serve.config.stages import STAGES, PipelineConfig
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from coalign.config.errors import Conflict
 from coalign.config.schema.data import ImagesConfig
 from coalign.config.schema.section import InputPath, Section
-from coalign_serve.config.pipeline import JudgeConfig
+from coalign_serve.config.stages import JudgeConfig
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from coalign.backends.scorers.judge import JudgeModule, JudgeReply, JudgeRunner, PreferenceModule
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.data.templates import read_samples
 from coalign.roles import Context
 from coalign.types import Status, Total
+from coalign_graders.services.judge import JudgeModule, JudgeReply, JudgeRunner, PreferenceModule
 from examples.arithmetic import make_model
 from tests.judges import answered
 from tests.tiny import CHATML, tiny_model_dir, tiny_tokenizer
@@ -94,7 +94,7 @@ def hugging_face(directory, prompt, new):
 def test_a_judge_answers_in_words(build, directories):
     judge, batch = build(
         JudgeModule,
-        {"fn": "tests.backends.test_judge:Sums"},
+        {"fn": "packages.graders.tests.test_judge:Sums"},
         module="judge",
         sampling={"max_new_tokens": 9, "temperature": 0.0},
     )

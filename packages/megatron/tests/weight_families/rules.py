@@ -1,4 +1,4 @@
-"""Parallel layouts as rules, to try coalign.weights.layouts.shards on: which boxes of which full tensors a rank holds.
+"""Parallel layouts as rules, to try coalign_megatron.layouts.shards on: which boxes of which full tensors a rank holds.
 
 A rule says what one kind of own tensor is made of. Names are templates: `{layer}` and `{expert}` are numbers in the
 full model, `{own_layer}` and `{own_expert}` count a rank's own. Sizes need not divide: rank i of t holds the units
@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from coalign.weights.layouts.shards import Shape, Shard, ShardBox, TensorSpec
 from coalign_megatron.layouts.megatron import Coordinates, Mesh
+from coalign_megatron.layouts.shards import Shape, Shard, ShardBox, TensorSpec
 
 TensorRange = tuple[str, int, int]  # a full tensor's name, then the start and stop in the dimension that is cut
 Where = Literal["layer", "first", "last", "every"]

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from coalign_diagnose.doctor.device_facts import AcceleratorFacts, DeviceFacts, read_smi_table, read_xids
-from coalign_diagnose.doctor.findings import GIB, ClusterFacts, NodeLink, examine
 from coalign_diagnose.doctor.node_facts import DiskFacts, NodeFacts, ProcessorFacts
+from coalign_diagnose.doctor.preflight import GIB, ClusterFacts, NodeLink, examine
 
 H100 = DeviceFacts(0, "NVIDIA H100", 80 * GIB, 79 * GIB, ecc_errors=0)
 NODE = NodeFacts(

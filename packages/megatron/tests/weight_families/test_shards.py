@@ -7,10 +7,17 @@ import random
 import pytest
 import torch
 
-from coalign.weights.layouts.shards import TensorSpec, cut, join, overlap, plan, reshard, subtract
 from coalign.weights.sync.transport import WeightError
 from coalign_megatron.layouts.megatron import Mesh
-from tests.weights.layouts import Attention, ParallelLayout, Rule, Split, UncutTensor, contiguous
+from coalign_megatron.layouts.shards import TensorSpec, cut, join, overlap, plan, reshard, subtract
+from packages.megatron.tests.weight_families.rules import (
+    Attention,
+    ParallelLayout,
+    Rule,
+    Split,
+    UncutTensor,
+    contiguous,
+)
 
 
 def lay(rules, full, stages=(), experts=((),), **mesh):
