@@ -20,7 +20,7 @@ EMULATIONS = {
         "MKL_CBWR": "COMPATIBLE",
     },
 }
-NUMERIC = [f"tests/{part}" for part in ("algorithms", "backends", "conformance", "cpu", "golden")]
+NUMERIC = [*(f"tests/{room}" for room in ("algorithms", "backends", "conformance", "golden")), "packages/cpu/tests"]
 MARKED = "not backends and not gpu and not device and (not slow or processors)"
 
 

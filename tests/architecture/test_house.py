@@ -20,22 +20,22 @@ from tests.architecture.test_imports import COMPANION_FILES, FILES, PACKAGE, nam
 BUDGETS = {
     "algorithms": 2_325,
     "backends": 11_540,
-    "cli": 490,
-    "cluster": 6_470,
+    "cli": 495,
+    "cluster": 6_475,
     "config": 3_320,
-    "data": 5_950,
-    "engine": 6_110,
+    "data": 5_945,
+    "engine": 6_100,
     "environments": 1_640,
-    "launch": 1_995,
+    "launch": 1_990,
     "processes": 845,
     "recipes": 1_010,
     "report": 1_360,
-    "rewards": 910,
+    "rewards": 905,
     "run_files": 795,
     "weights": 2_060,
-    "": 2_865,  # modules beside the rooms
+    "": 2_860,  # modules beside the rooms
 }
-CORE_FILES, CORE_LINES = 265, 49_600
+CORE_FILES, CORE_LINES = 290, 49_590
 # Words that stand for a noun in a name: `found` for the nodes that were found.
 FILLERS = {
     *("found", "part", "parts", "each", "own", "kind", "kinds", "place", "places", "whole", "late", "begun", "most"),

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.packaging.test_metadata import read_git_files
+from tests.processors import NUMERIC
 from tests.runs import ROOT
 
 # Pages that tell of the past, or of files of readers.
@@ -42,3 +43,9 @@ def test_what_a_package_names_is_inside(package):
     named = re.findall(r"([\w/]+\.(?:py|yaml|cpp))\b", ast.get_docstring(ast.parse((ROOT / package).read_text())) or "")
     there = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
     assert not [name for name in named if name not in there and not ("/" in name and name in ENDS)]
+
+
+def test_suites_of_the_makefile_name_folders_that_are_there():
+    words = [word.rstrip(")") for word in (ROOT / "Makefile").read_text().split()]
+    named = [word for word in words if word.startswith(("tests/", "packages/"))]
+    assert not [path for path in [*named, *NUMERIC] if not list(ROOT.glob(path))]

@@ -51,7 +51,7 @@ def test_a_diagnosis_that_fails_changes_nothing(tmp_path, monkeypatch):
 
 class Folder:
     def __init__(self, path):
-        self.path = path
+        self.path, self.state = path, StateFile(path)
 
 
 class Screen:
