@@ -8,6 +8,7 @@ import pytest
 
 from coalign.cluster.future import Call, WorkerError, WorkerFailure
 from coalign.launch.run import _logged  # pyright: ignore[reportPrivateUsage]
+from coalign.run_files.state import StateFile
 from coalign_diagnose import ending
 from coalign_diagnose.ending import explain_ending
 
