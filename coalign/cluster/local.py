@@ -196,13 +196,15 @@ class LocalCluster(Cluster):
         """End the run if a worker does not answer in time: no other thread waits for it."""
         while not self._closed.wait(LOOK_SECONDS):
             for thread in self._compute_threads:
-                call = thread.call
-                if call is None or not call.running:
-                    continue
-                if time.monotonic() - call.running[0].monotonic_start > self.deadlines.find(call.call):
-                    error = self.deadlines.build_error(call, call.running)
-                    call.fail(error)
-                    self._cancel(error)
+                self._check_deadline(thread.call)
+
+    def _check_deadline(self, call: Future | None) -> None:
+        if call is None or not call.running:
+            return
+        if time.monotonic() - call.running[0].monotonic_start > self.deadlines.find(call.call):
+            error = self.deadlines.build_error(call, call.running)
+            call.fail(error)
+            self._cancel(error)
 
     def _place(self) -> tuple[list[Node], dict[str, list[ProcessPlacement]]]:
         """The nodes, and the placement of each model's processes. ValueError if there are not enough devices."""

@@ -26,7 +26,12 @@ class Slow(SumModule):
 
 
 @pytest.fixture
-def cluster():
+def threads_before():
+    return {*threading.enumerate()}
+
+
+@pytest.fixture
+def cluster(threads_before):
     Slow.go.clear()
     modules = {"policy": "EchoModule", "reference": "SumModule", "trainer": "SumModule"}
     configs = {name: ModelConfig(module=f"tests.cluster.modules:{module}") for name, module in modules.items()}
@@ -61,8 +66,8 @@ def test_a_call_that_waits_for_its_input_holds_no_thread(cluster):
     assert both.result().fetch()["reward"].tolist() == [2.0, 2.0, 10.0, 10.0]
 
 
-def test_one_thread_computes(cluster):
-    threads = {thread.name for thread in threading.enumerate() if thread.name.startswith("coalign-")}
+def test_one_thread_computes(threads_before, cluster):
+    threads = {thread.name for thread in {*threading.enumerate()} - threads_before}
     assert threads == {"coalign-cpu", "coalign-reward", "coalign-deadlines"}
     where = lambda module, store: threading.current_thread().name  # noqa: E731
     assert [cluster.models[name].run(where).result() for name in ("policy", "trainer", "reward")] == [
