@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from coalign.companions import KERNELS, ask, list_entries
 
 
-class NoKernels:
+class _NoKernels:
     """Stands in for the kernels: there is none for any tensor."""
 
     @staticmethod
@@ -23,7 +23,7 @@ class NoKernels:
 
 
 _kernels = list_entries(KERNELS).get("operations")
-operations: Any = NoKernels if _kernels is None else _kernels.load()
+operations: Any = _NoKernels if _kernels is None else _kernels.load()
 
 
 def use_kernels(model: nn.Module) -> None:

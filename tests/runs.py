@@ -106,12 +106,12 @@ def run(config: dict[str, Any], *overrides: str) -> int:
     from coalign import load_config
     from coalign.launch.run import train
     from coalign.report.display import Display
-    from coalign.run_files.metric_table import find_entry
+    from coalign.run_files.metric_table import _find_entry
 
     loaded = load_config(config, overrides)
     code = train(loaded, Display(quiet=True))
     names = {name for line in metrics({"output": loaded.output}) for name in line if name != "step"}
-    unknown = {name for name in names if find_entry(name) is None}
+    unknown = {name for name in names if _find_entry(name) is None}
     functions = [loaded.algorithm, *(section.fn for section in (loaded.advantage, loaded.loss) if section)]
     assert not unknown or ":" in "".join(functions), unknown  # what a test brings with it may log anything
     return code

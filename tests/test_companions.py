@@ -12,7 +12,7 @@ from coalign.cli import main
 from coalign.config import ConfigError, load_section
 from coalign.config.functions import resolve, resolve_class
 from coalign.config.schema import DataConfig
-from coalign.cpu import NoKernels
+from coalign.cpu import _NoKernels
 
 
 @pytest.fixture
@@ -76,4 +76,4 @@ def test_a_module_that_has_moved_says_where_to():
 
 
 def test_without_kernels_torch_computes():
-    assert not NoKernels.has_kernel(torch.zeros(1)) and not NoKernels.has_copy_kernel(torch.zeros(1))
+    assert not _NoKernels.has_kernel(torch.zeros(1)) and not _NoKernels.has_copy_kernel(torch.zeros(1))

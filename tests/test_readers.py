@@ -31,10 +31,10 @@ from coalign.data.kinds import KINDS
 from coalign.data.messages import parse_messages, parse_response, parse_tools, parse_transcript
 from coalign.data.sources import BadRow, open_rows
 from coalign.data.templates import load_template
-from coalign.engine.hooks.guards import read_dump, write_dump
+from coalign.engine.hooks.guards import _write_dump, read_dump
 from coalign.environments import games, parsers
 from coalign.environments.calculator import evaluate
-from coalign.environments.tools import Toolbox
+from coalign.environments.tools import _Toolbox
 from coalign.files import hash_file, read_model_config
 from coalign.run_files.checkpoints import verify_checkpoint
 from coalign.run_files.records import read_records
@@ -199,7 +199,7 @@ FILES = {  # name of the file: who writes a good one, who reads it
     "out.jsonl.partial": (write_lines({"seed": 1}, [{"x": 1}]), resume_output),
     "manifest.json": (write_checkpoint, lambda path: verify_checkpoint(path.parent)),
     "meta.json": (write_cache, lambda path: ExampleStore(path.parent)),
-    "dump.pt": (lambda path: write_dump(path, 1, BATCH, {}, ["x"]), read_dump),
+    "dump.pt": (lambda path: _write_dump(path, 1, BATCH, {}, ["x"]), read_dump),
     "metrics.jsonl": (write_lines({"step": 1, "loss": 1.0}), lambda path: [*read_records(path)]),
     "config.json": (lambda path: tiny_model_dir(path.parent), read_family),
     "model.safetensors": (lambda path: save_file({"a": torch.ones(2, 3)}, path), read_weights),
@@ -274,7 +274,7 @@ OVERRIDES = st.tuples(
     st.sampled_from([".", "[0]", "[-1]", "[9999999999999999999999]", "=", "[", "..", "=="]),
     TEXT | st.sampled_from(["=1", "=null", "=[1]", "={a: ${b}}", "=${a.b}"]),
 ).map("".join)
-TOOLBOX = Toolbox.build(["calculator"], timeout=5.0, max_chars=100)
+TOOLBOX = _Toolbox.build(["calculator"], timeout=5.0, max_chars=100)
 
 
 def encode_all(row: Any) -> None:

@@ -67,7 +67,7 @@ def tiny_model_dir(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from coalign.backends.pretrained import save_model
+    from coalign.backends.pretrained import _save_model
 
     path = Path(path)
     tokenizer = tiny_tokenizer(path)
@@ -90,7 +90,7 @@ def tiny_model_dir(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings | config), dtype=torch.float32)
-    save_model(model, path)
+    _save_model(model, path)
     return path
 
 
@@ -99,10 +99,10 @@ def tiny_reward_model_dir(path: str | Path, *, head_seed: int = 0, **model: Any)
     import torch
     from transformers import AutoModelForSequenceClassification
 
-    from coalign.backends.pretrained import save_model
+    from coalign.backends.pretrained import _save_model
 
     path = tiny_model_dir(path, **model)
     scored = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
     torch.nn.init.normal_(scored.score.weight, std=0.5, generator=torch.Generator().manual_seed(head_seed))
-    save_model(scored, path)
+    _save_model(scored, path)
     return path

@@ -175,7 +175,7 @@ def vision_model_dir(
     from transformers import AutoModelForImageTextToText
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    from coalign.backends.pretrained import save_model
+    from coalign.backends.pretrained import _save_model
 
     path.mkdir(parents=True, exist_ok=True)
     tokenizer(family).save_pretrained(path)
@@ -191,7 +191,7 @@ def vision_model_dir(
                 torch.nn.init.normal_(parameter, mean=float(parameter.ndim < 2), std=0.12)
         # Names with all prefixes, such as `vision_model.`; transformers leaves them out where it has loaded nothing.
         model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
-        save_model(model, path)
+        _save_model(model, path)
     return path
 
 

@@ -61,7 +61,7 @@ def _first(chosen: Tensor, number: Tensor) -> Tensor:
 def _comparisons(reward: Tensor, number: Tensor, worst: Tensor, compared: Tensor) -> dict[str, Any]:
     preference = torch.where(compared, reward, float("nan"))
     groups = len(number.unique())
-    pairs = build_pairs(preference, number, groups)
+    pairs = _build_pairs(preference, number, groups)
     return {
         "preference": preference,
         "margin": reward - worst,
@@ -93,7 +93,7 @@ class PreferencePairs:
         return segment_sum(values, self.group, self.groups) / segment_count(self.group, self.groups).clamp(min=1)
 
 
-def build_pairs(preference: Tensor, group: Tensor, groups: int) -> PreferencePairs:
+def _build_pairs(preference: Tensor, group: Tensor, groups: int) -> PreferencePairs:
     """Every pair (i, j) of one group with ``preference[i] > preference[j]``; both [N], ``group`` never decreasing. Work
     and memory grow with the sum of the squared group sizes."""
     sizes = segment_count(group, groups)
@@ -108,7 +108,7 @@ def build_pairs(preference: Tensor, group: Tensor, groups: int) -> PreferencePai
 
 def read_pairs(x: LossInput) -> PreferencePairs:
     """The pairs of a micro-batch, from its column `preference`; ValueError if it is missing."""
-    return build_pairs(x.require_column("preference"), x.require("group"), x.groups)
+    return _build_pairs(x.require_column("preference"), x.require("group"), x.groups)
 
 
 # Sums over a response, and all that follows, run in float64: N numbers cost nothing, and a log-ratio is a small

@@ -38,7 +38,7 @@ def clip_cov(
     """
     if not low < high:
         raise ValueError(f"covariance.low is {low} and covariance.high {high}: expected low < high")
-    order, covariance = measure_covariance(advantages, rollout_logprobs, loss_mask, segment, group, index)
+    order, covariance = _measure_covariance(advantages, rollout_logprobs, loss_mask, segment, group, index)
     eligible = order[(covariance > low) & (covariance < high)]
     # Groups are numbered through the run: each rollout has its own draws, and a repeated run has the same draws.
     seed = int(group.min()) if len(group) else 0
@@ -61,13 +61,13 @@ def kl_cov(
 
     The column `high_covariance` bool[T]. Among equals the first of the first sample of the first group is taken.
     """
-    order, covariance = measure_covariance(advantages, rollout_logprobs, loss_mask, segment, group, index)
+    order, covariance = _measure_covariance(advantages, rollout_logprobs, loss_mask, segment, group, index)
     highest = covariance.argsort(descending=True, stable=True)[: count_tokens(share, len(order))]
     marked = torch.zeros_like(loss_mask).index_fill(0, order[highest], True)
     return {"high_covariance": marked, **_describe(covariance, highest)}
 
 
-def measure_covariance(
+def _measure_covariance(
     advantages: Tensor, logprobs: Tensor, loss_mask: Tensor, segment: Tensor, group: Tensor, index: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The trained tokens i64[K], ordered by group, index and position, and the covariance f64[K] of each."""

@@ -59,7 +59,7 @@ def refuse_failure(refusal: Callable[[str], Exception]) -> Iterator[None]:
         raise refusal(shorten(f"{type(problem).__name__}: {problem}", 200)) from problem
 
 
-def packed_attention(
+def _packed_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -313,5 +313,5 @@ def register_attention() -> str:
     from transformers import AttentionInterface  # slow
 
     # Not compiled, since blocks are Python objects: every row would be compiled anew.
-    AttentionInterface.register(NAME, torch.compiler.disable(packed_attention))
+    AttentionInterface.register(NAME, torch.compiler.disable(_packed_attention))
     return NAME

@@ -339,7 +339,7 @@ def build_writer(
     state = {name.replace(lora.BASE, ""): tensor for name, tensor in model.state_dict().items()} if carries else {}
 
     def write(weights: dict[str, torch.Tensor]) -> None:
-        save_model(model, dir, state_dict=weights, save_original_format=config.export_experts == "separate")
+        _save_model(model, dir, state_dict=weights, save_original_format=config.export_experts == "separate")
         if carries:
             vision_language.carry_towers(model, state, get_directory(config), Path(dir))
         elif config.vision is not None:
@@ -376,7 +376,7 @@ class StoredNames:
 
 
 @building()
-def save_model(model: PreTrainedModel, dir: str | Path, **options: Any) -> None:
+def _save_model(model: PreTrainedModel, dir: str | Path, **options: Any) -> None:
     """Write a model that nothing wraps, with transformers' ``options``. To unwrap it, transformers would ask
     accelerate, which imports DeepSpeed where it is installed, and DeepSpeed MLflow: four seconds of every process that
     saves."""

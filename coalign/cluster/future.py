@@ -93,14 +93,14 @@ class WorkerRows:
         rows = np.split(self.rows[by_payload], cuts)
         pairs = zip(self.payloads, rows, strict=True)
         batch = Batch.concat(
-            [p.gather(store, some) if isinstance(p, PayloadJoin) else store.rows(p, some) for p, some in pairs]
+            [p.gather(store, some) if isinstance(p, _PayloadJoin) else store.rows(p, some) for p, some in pairs]
         )
         batch = batch.select(torch.from_numpy(np.argsort(by_payload))) if len(self.payloads) > 1 else batch
         return batch if self.update is None else batch.with_(update=torch.tensor(self.update))
 
 
 @dataclass(frozen=True, slots=True)
-class PayloadJoin:
+class _PayloadJoin:
     """A payload whose columns are stored in several batches of the same sequences; a later column replaces an earlier
     one of the same name."""
 
@@ -200,7 +200,7 @@ class BatchRef:
             _check_same_sequences(base, ref, position)
         if len(refs) == 1:
             return base
-        payload = PayloadJoin(tuple(ref.worker_rows for ref in refs))
+        payload = _PayloadJoin(tuple(ref.worker_rows for ref in refs))
         fields = {name: values for name in ROW_FIELDS for ref in refs if (values := getattr(ref, name)) is not None}
         columns = tuple(dict.fromkeys(name for ref in refs for name in ref.columns))
         return BatchRef.of(Meta(base.lengths, columns=columns, **fields), payload, base.store)

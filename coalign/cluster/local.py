@@ -55,7 +55,7 @@ class LocalStore:
         return ref.value.select(rows)
 
 
-class ComputeThread(CallQueue):
+class _ComputeThread(CallQueue):
     """A thread that computes for workers. ``call`` is the call whose work it does, None if it serves another thread."""
 
     def __init__(self, name: str) -> None:
@@ -75,10 +75,10 @@ class ComputeThread(CallQueue):
         self.submit(work)
 
 
-class CallLine:
+class _CallLine:
     """The calls of one model, which its thread does in their order, each once its inputs have ended."""
 
-    def __init__(self, thread: ComputeThread) -> None:
+    def __init__(self, thread: _ComputeThread) -> None:
         self._thread = thread
         self._waiting: deque[tuple[Future, Callable[[], None], list[Future]]] = deque()
         self._lock = threading.Lock()
@@ -100,7 +100,7 @@ class CallLine:
 class LocalWorker:
     """A worker of this process whose verbs run on a ``thread``: at once for the work of a call that runs there."""
 
-    def __init__(self, name: str, worker: Worker, thread: ComputeThread) -> None:
+    def __init__(self, name: str, worker: Worker, thread: _ComputeThread) -> None:
         self.name, self._worker, self.thread = name, worker, thread
 
     def execute(self, verb: str, *arguments: Any) -> WorkerTask:
@@ -146,10 +146,10 @@ class LocalCluster(Cluster):
     def __init__(self, config: RunConfig, models: Mapping[str, ModelConfig] | None = None) -> None:
         super().__init__(config, models)
         self._max_restarts = 0  # a thread cannot be ended, so none can take its place
-        self._compute_threads: list[ComputeThread] = []
+        self._compute_threads: list[_ComputeThread] = []
         self._cpu = self.compute_thread("cpu")
-        self._computing: dict[str, ComputeThread] = {}  # by model: its calls are done on the thread of its worker
-        self._lines: dict[str, CallLine] = {}  # by model: its calls wait for their inputs without holding the thread
+        self._computing: dict[str, _ComputeThread] = {}  # by model: its calls are done on the thread of its worker
+        self._lines: dict[str, _CallLine] = {}  # by model: its calls wait for their inputs without holding the thread
         self._closed = threading.Event()
         start_thread(self._watch_deadlines, "coalign-deadlines")
         self._arenas: dict[str, Arena] = {}  # by device: models on one device share one
@@ -157,9 +157,9 @@ class LocalCluster(Cluster):
         self._device = find_accelerator(config.runtime.accelerator).device
         self.nodes, self.placements = self._place()
 
-    def compute_thread(self, name: str) -> ComputeThread:
+    def compute_thread(self, name: str) -> _ComputeThread:
         """Start a thread for workers, which ends with this cluster."""
-        thread = ComputeThread(name)
+        thread = _ComputeThread(name)
         self._queues.append(thread)
         self._compute_threads.append(thread)
         return thread
@@ -174,7 +174,7 @@ class LocalCluster(Cluster):
             return super().model_queue(name, config, ranks)
         thread = self._computing[name] = cast(LocalWorker, ranks[0]).thread
         if thread is self._cpu:  # others need it, too
-            self._lines[name] = CallLine(thread)
+            self._lines[name] = _CallLine(thread)
         return thread
 
     def _schedule(

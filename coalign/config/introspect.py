@@ -70,7 +70,7 @@ def list_marked(section: type[Section], mark: type) -> set[str]:
 
 
 @cache
-def is_result_relevant(key: Key, root: type[Section] = RunConfig) -> bool:
+def _is_result_relevant(key: Key, root: type[Section] = RunConfig) -> bool:
     """Whether results depend on ``key``: neither it nor a section around it is marked NoEffect."""
     return not _has_mark(key, root, NoEffect)
 
@@ -98,7 +98,7 @@ def _has_mark(key: Key, root: type[Section], mark_type: type) -> bool:
 def list_relevant_settings(settings: Section) -> Iterator[tuple[Key, Any]]:
     """Yield the key and the value, as JSON has it, of every setting that results depend on."""
     leaves = _iterate_leaves(settings.model_dump(mode="json"), ())
-    return ((key, value) for key, value in leaves if is_result_relevant(key, type(settings)))
+    return ((key, value) for key, value in leaves if _is_result_relevant(key, type(settings)))
 
 
 def _iterate_leaves(value: Any, key: Key) -> Iterator[tuple[Key, Any]]:

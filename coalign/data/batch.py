@@ -3,7 +3,7 @@
 A Batch is immutable: its methods return new batches and keep the order of the sequences. It does not know what its
 columns mean (coalign.types says that), and it never moves between devices by itself.
 
-``partition`` and ``pack_bins`` divide rows by their costs: pure functions on numbers.
+``partition`` and ``_pack_bins`` divide rows by their costs: pure functions on numbers.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class Batch:
             rows = pack_rows(self.lengths, max_tokens, keep=column, intact=intact)
         else:
             images = [{span.image: span.patches for span in spans} for spans in self["images"]]
-            rows = pack_rows_with_images(self.lengths, images, max_tokens, max_patches, keep=column, intact=intact)
+            rows = _pack_rows_with_images(self.lengths, images, max_tokens, max_patches, keep=column, intact=intact)
         return [self.select(inside) for inside in rows]
 
     @staticmethod
@@ -326,11 +326,11 @@ def pack_rows(
                 f"max_tokens_per_micro={max_tokens}; raise it or shorten the data"
             )
         pieces += [(start, stop)] if size <= max_tokens else _cut_to_fit(start, sizes[start:stop], max_tokens)
-    bins = pack_bins([sum(sizes[a:b]) for a, b in pieces], max_tokens)
+    bins = _pack_bins([sum(sizes[a:b]) for a, b in pieces], max_tokens)
     return [[row for piece in inside for row in range(*pieces[piece])] for inside in bins]
 
 
-def pack_rows_with_images(
+def _pack_rows_with_images(
     lengths: Tensor,
     images: Sequence[Mapping[str, int]],
     max_tokens: int | None,
@@ -444,7 +444,7 @@ def _join_partitions(first: list[Subset], second: list[Subset], count: int) -> l
     return sorted(separate + [(a + b, x + y) for (a, x), (b, y) in pairs])
 
 
-def pack_bins(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+def _pack_bins(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     """Pack the indices of ``sizes`` into few bins of ``capacity``; a larger item gets a bin of its own.
 
     Best fit decreasing (Johnson, "Near-optimal bin packing algorithms", 1973): large items first.

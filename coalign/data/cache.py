@@ -53,7 +53,7 @@ ARRAYS = {"rows": np.int64, "sequences": np.int64, "tokens": np.int32, "loss_mas
 HASH = xxhash.xxh3_128
 
 
-class DamagedCache(ValueError):
+class _DamagedCache(ValueError):
     """A cache entry whose files were changed after they were written."""
 
 
@@ -61,16 +61,16 @@ class ExampleStore:
     """The examples that `_store_examples` wrote to ``folder``, by the number of a usable row."""
 
     def __init__(self, folder: Path) -> None:
-        """DamagedCache if a file is missing or has changed."""
+        """_DamagedCache if a file is missing or has changed."""
         try:
             self.meta: dict[str, Any] = json.loads((folder / "meta.json").read_bytes())
             changed = [name for name in ARRAYS if hash_file(folder / name, HASH) != self.meta["checksums"][name]]
             if [type(self.meta[name]) for name in ("counts", "hash", "tokens")] != [dict, str, int]:
                 raise ValueError("meta.json has counts, hash or tokens of another kind")
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise DamagedCache(f"{folder} cannot be read: {describe_problem(error)}") from error
+            raise _DamagedCache(f"{folder} cannot be read: {describe_problem(error)}") from error
         if changed:
-            raise DamagedCache(f"{folder}: {', '.join(changed)} is not what was written")
+            raise _DamagedCache(f"{folder}: {', '.join(changed)} is not what was written")
         arrays = {  # empty files cannot be mapped
             name: np.memmap(file, dtype, mode="r") if (file := folder / name).stat().st_size else np.zeros(0, dtype)
             for name, dtype in ARRAYS.items()
@@ -171,7 +171,7 @@ def open_cached(
     if entry.exists():
         try:
             return CachedSource(encoder, rows, phase, ExampleStore(entry))
-        except DamagedCache as error:
+        except _DamagedCache as error:
             log.warning("data.cache: %s; tokenising %s again", error, encoder.name)
             with _temporary_folder(directory) as folder, suppress(FileNotFoundError):  # another process may be faster
                 os.rename(entry, folder / entry.name)

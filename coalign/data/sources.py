@@ -75,7 +75,7 @@ def is_number(value: Any) -> bool:
 DataPath = Path | HubFile
 
 
-class JsonLines:
+class _JsonLines:
     """A file with one JSON object per line; blank lines are skipped. A line is parsed when its row is read.
 
     Access by number keeps the byte offsets of the lines, at most of the first ``max_samples`` rows; it decompresses a
@@ -140,7 +140,7 @@ class JsonLines:
 
     def _line_at(self, offset: int) -> str:
         with open_binary(self.path) as file:
-            return f"{self.path}:{sum(block.count(10) for block in read_blocks(file, offset)) + 1}"
+            return f"{self.path}:{sum(block.count(10) for block in _read_blocks(file, offset)) + 1}"
 
 
 def skip(file: BinaryIO, count: int) -> None:
@@ -148,17 +148,17 @@ def skip(file: BinaryIO, count: int) -> None:
     if file.seekable():
         file.seek(count)
     else:
-        for _ in read_blocks(file, count):
+        for _ in _read_blocks(file, count):
             pass
 
 
-def read_blocks(file: BinaryIO, count: int) -> Iterator[bytes]:
+def _read_blocks(file: BinaryIO, count: int) -> Iterator[bytes]:
     while count and (block := file.read(min(1 << 20, count))):
         count -= len(block)
         yield block
 
 
-class _TextLines(JsonLines):
+class _TextLines(_JsonLines):
     """A file with one document per line, under the key `text`; blank lines are skipped."""
 
     @staticmethod
@@ -254,7 +254,7 @@ class _TableRows(ABC):
         return lambda row: {name: _drop_filled(value, schema.field(name).type) for name, value in decode(row).items()}
 
 
-class ParquetRows(_TableRows):
+class _ParquetRows(_TableRows):
     """A parquet file; reading from the middle begins at a row group."""
 
     def read_batches(self, start: int) -> tuple[pyarrow.Schema, int, Iterator[pyarrow.RecordBatch]]:
@@ -350,7 +350,7 @@ def _refuse_damage(path: DataPath) -> Iterator[None]:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-RowFile = JsonLines | _ObjectRows | _TableRows
+RowFile = _JsonLines | _ObjectRows | _TableRows
 ReadPosition = tuple[int, int, int]  # number of the file, position in it, number of the row that starts there
 START: ReadPosition = (0, 0, 0)
 
@@ -472,7 +472,7 @@ def _open(path: DataPath, max_samples: int | None) -> RowFile:
         with _refuse_damage(path):
             open_regular(path).close()  # the readers of tables would wait for a FIFO
     opener = OPENERS.get("".join(endings[:-1][-1:] if packed else endings[-1:]))
-    if opener is None or (packed and opener in (ParquetRows, _ArrowRows)):
+    if opener is None or (packed and opener in (_ParquetRows, _ArrowRows)):
         raise ValueError(
             f"{path}: expected a name that ends in {', '.join(OPENERS)} (texts also in {', '.join(CODECS)}), or a "
             "`datasets` directory"
@@ -483,7 +483,7 @@ def _open(path: DataPath, max_samples: int | None) -> RowFile:
 def _open_json(path: DataPath, max_samples: int | None) -> RowFile:
     with _refuse_damage(path):
         if read_first_byte(path) != b"[":
-            return JsonLines(path, max_samples)
+            return _JsonLines(path, max_samples)
         content = read_array(path)
     try:
         rows = json.loads(content)
@@ -516,12 +516,12 @@ def _list_tables(path: Path) -> list[Path]:
 
 
 OPENERS: Mapping[str, Callable[[DataPath, int | None], RowFile]] = {
-    ".jsonl": JsonLines,
-    ".ndjson": JsonLines,
+    ".jsonl": _JsonLines,
+    ".ndjson": _JsonLines,
     ".json": _open_json,
     ".csv": _CsvRows,
     ".tsv": _CsvRows,
-    ".parquet": ParquetRows,
+    ".parquet": _ParquetRows,
     ".arrow": _ArrowRows,
     ".txt": _TextLines,
 }

@@ -616,7 +616,7 @@ def read_samples(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> list[Sampl
     """
     samples = batch.samples()
     for sample, start in zip(samples, batch["prompt_length"].tolist(), strict=True):
-        sample.prompt = decode(tokenizer, collapse_images(sample.tokens[:start], sample.images))
+        sample.prompt = decode(tokenizer, _collapse_images(sample.tokens[:start], sample.images))
         sample.raw_response = decode(tokenizer, sample.tokens[start:])
         sample.response = decode(tokenizer, sample.tokens[_find_last_turn(sample, start) :], skip_special=True)
         prompt = sample.meta.get("messages") or [{"role": "user", "content": sample.prompt}]
@@ -630,7 +630,7 @@ def locate_images(template: Template, tokens: Sequence[int], messages: Messages)
     return () if placeholders is None else placeholders.locate(tokens, placeholders.find(messages))
 
 
-def collapse_images(tokens: Tensor, images: Sequence[ImageSpan]) -> Tensor:
+def _collapse_images(tokens: Tensor, images: Sequence[ImageSpan]) -> Tensor:
     """Shorten each image's span to a single placeholder."""
     if not images:
         return tokens

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class StepLoad:
+class _StepLoad:
     """The shares of a step in which a model's processes computed (``busy``), and the trainer waited for samples
     (``waiting``)."""
 
@@ -32,14 +32,14 @@ class StepLoad:
     waiting: float
 
     @staticmethod
-    def of(model: str, stats: Stats) -> StepLoad:
+    def of(model: str, stats: Stats) -> _StepLoad:
         """Read the load of a model from the metrics of a step."""
         seconds = max(stats["time/step"].value, 1e-9)
         waited = stats["time/rollout"].value if "time/rollout" in stats else 0.0
-        return StepLoad(1.0 - stats[f"idle/{model}"].value, min(1.0, waited / seconds))
+        return _StepLoad(1.0 - stats[f"idle/{model}"].value, min(1.0, waited / seconds))
 
 
-class AutoscaleRule:
+class _AutoscaleRule:
     """Decides how many processes a model should have, by the loads of its last steps.
 
     A process comes where the trainer waits for samples and the model is busy. One goes where the others would have room
@@ -51,7 +51,7 @@ class AutoscaleRule:
         self.config = config
         self._wishes: deque[int] = deque(maxlen=config.steps)  # 1, 0 or -1 processes more, by each of the last steps
 
-    def decide(self, processes: int, load: StepLoad) -> int:
+    def decide(self, processes: int, load: _StepLoad) -> int:
         """Return the number of processes after a step that ``processes`` had this load in."""
         self._wishes.append(self._find_wish(processes, load))
         wish = self._wishes[0]
@@ -61,7 +61,7 @@ class AutoscaleRule:
             self._wishes.clear()
         return min(max(processes + wish, self.config.min), self.config.max)
 
-    def _find_wish(self, processes: int, load: StepLoad) -> int:
+    def _find_wish(self, processes: int, load: _StepLoad) -> int:
         if load.waiting >= self.config.waiting and load.busy >= self.config.busy:
             return 1 if processes < self.config.max else 0
         if processes > self.config.min and load.busy * processes / (processes - 1) <= self.config.free:
@@ -77,7 +77,7 @@ class Fleet:
 
     def __init__(self, autoscale: Mapping[str, AutoscaleConfig], save: Callable[[Engine], Path]) -> None:
         self._save = save
-        self._rules = {name: AutoscaleRule(config) for name, config in autoscale.items()}
+        self._rules = {name: _AutoscaleRule(config) for name, config in autoscale.items()}
         self._targets: dict[str, int] = {}  # model -> processes that it should have
 
     def resize(self, engine: Engine, name: str, processes: int) -> str:
@@ -115,7 +115,7 @@ class Fleet:
                 if engine.cluster.has_place(name):
                     self._try(engine, name, target)
             elif rule is not None and f"idle/{name}" in stats:
-                load = StepLoad.of(name, stats)
+                load = _StepLoad.of(name, stats)
                 if (wanted := rule.decide(target, load)) != target:
                     log.warning("%s: busy for %.0f %%, waited for %.0f %%", name, 100 * load.busy, 100 * load.waiting)
                     self._try(engine, name, wanted)

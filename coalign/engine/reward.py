@@ -30,7 +30,7 @@ EPS = 1e-6  # added to a standard deviation that is divided by
 
 
 @dataclass(frozen=True, slots=True)
-class RewardTerm:
+class _RewardTerm:
     """One term of a reward; see coalign.config.schema.RewardConfig."""
 
     name: str
@@ -113,7 +113,7 @@ class Reward:
 def combine_rewards(
     out: Batch,
     *scored: Batch,
-    terms: Sequence[RewardTerm],
+    terms: Sequence[_RewardTerm],
     into: str,
     seen: Mapping[str, Moments] = MappingProxyType({}),
 ) -> tuple[Batch, Stats]:
@@ -129,7 +129,7 @@ def combine_rewards(
         )
     columns = {into: torch.full((len(out),), float("nan"))}
     columns |= {f"{into}/{term.name}": values for term, values in zip(terms, combined.values, strict=True)}
-    unscaled = [RewardTerm(term.name, term.weight) for term in terms]
+    unscaled = [_RewardTerm(term.name, term.weight) for term in terms]
     for rows, scale in (
         (combined.complete & combined.training, terms),
         (combined.complete & ~combined.training, unscaled),
@@ -139,7 +139,7 @@ def combine_rewards(
     return Batch(out.lengths, {}, {**columns, "status": status}), combined.stats(terms, into)
 
 
-def combine(values: Tensor, group: Tensor, terms: Sequence[RewardTerm], running: Mapping[str, Moments]) -> Tensor:
+def combine(values: Tensor, group: Tensor, terms: Sequence[_RewardTerm], running: Mapping[str, Moments]) -> Tensor:
     """The sum over terms of weight * clip(normalise(value)): f64[N].
 
     values [terms, N]: NaN for rows that a term is not for, else finite if it has weight; group i64[N], in any order.
@@ -171,7 +171,7 @@ def combine(values: Tensor, group: Tensor, terms: Sequence[RewardTerm], running:
     return total
 
 
-def _refuse_bugs(scored: Sequence[Batch], combined: _CombinedRewards, terms: Sequence[RewardTerm]) -> None:
+def _refuse_bugs(scored: Sequence[Batch], combined: _CombinedRewards, terms: Sequence[_RewardTerm]) -> None:
     """Raise RewardBug for a function with weight that has a bug on more than the share `max_bugs` of its rows."""
     lacking = combined.count_failed(terms)
     for term, applies in zip(terms, combined.applies, strict=True):
@@ -191,7 +191,7 @@ def _refuse_bugs(scored: Sequence[Batch], combined: _CombinedRewards, terms: Seq
         raise RewardBug(f"reward '{term.name}' fails on {count}: {message}")
 
 
-def _first_failures(scored: Batch, terms: Sequence[RewardTerm]) -> str:
+def _first_failures(scored: Batch, terms: Sequence[_RewardTerm]) -> str:
     """Return the first failure of each term with weight: group, row and message."""
     text = ""
     for term in terms:
@@ -202,7 +202,7 @@ def _first_failures(scored: Batch, terms: Sequence[RewardTerm]) -> str:
     return text
 
 
-def observe_rewards(seen: Batch, out: Batch, *scored: Batch, terms: Sequence[RewardTerm]) -> Batch:
+def observe_rewards(seen: Batch, out: Batch, *scored: Batch, terms: Sequence[_RewardTerm]) -> Batch:
     """Add the rows that are trained on to the moments ``seen`` of `running` terms."""
     combined = _CombinedRewards.of(out, scored, terms)
     names = _list_running(terms)
@@ -215,7 +215,7 @@ def observe_rewards(seen: Batch, out: Batch, *scored: Batch, terms: Sequence[Rew
 
 
 def _combine_with_moments(
-    seen: Batch, out: Batch, *scored: Batch, terms: Sequence[RewardTerm], into: str
+    seen: Batch, out: Batch, *scored: Batch, terms: Sequence[_RewardTerm], into: str
 ) -> tuple[Batch, Stats]:
     """Call `combine_rewards` with the moments ``seen`` of `running` terms."""
     return combine_rewards(out, *scored, terms=terms, into=into, seen=_from_batch(seen, _list_running(terms)))
@@ -232,7 +232,7 @@ class _CombinedRewards:
     training: Tensor  # samples that are trained on, not evaluated
 
     @staticmethod
-    def of(out: Batch, scored: Sequence[Batch], terms: Sequence[RewardTerm]) -> _CombinedRewards:
+    def of(out: Batch, scored: Sequence[Batch], terms: Sequence[_RewardTerm]) -> _CombinedRewards:
         columns = merge_columns([out, *scored])
         finished = is_finished(out["status"])
         values = torch.stack([columns[f"reward/{term.name}"].float() for term in terms])
@@ -245,12 +245,12 @@ class _CombinedRewards:
         complete = finished & (values.isfinite() | ~applies)[weighted].all(0) & _is_rewarded(applies, terms)
         return _CombinedRewards(values, applies, finished, complete, out["group"] >= 0)
 
-    def count_failed(self, terms: Sequence[RewardTerm]) -> dict[str, int]:
+    def count_failed(self, terms: Sequence[_RewardTerm]) -> dict[str, int]:
         """Count the finished rows without a value, for each term."""
         lacking = self.finished & self.applies & self.values.isnan()
         return {term.name: int(mask.sum()) for term, mask in zip(terms, lacking, strict=True)}
 
-    def stats(self, terms: Sequence[RewardTerm], into: str) -> Stats:
+    def stats(self, terms: Sequence[_RewardTerm], into: str) -> Stats:
         stats: Stats = {f"{into}/{name}/failed": Total(float(n)) for name, n in self.count_failed(terms).items() if n}
         if unrewarded := int((self.finished & ~_is_rewarded(self.applies, terms)).sum()):
             stats[f"{into}/unrewarded"] = Total(float(unrewarded))
@@ -262,16 +262,16 @@ class _CombinedRewards:
         return stats
 
 
-def _is_rewarded(applies: Tensor, terms: Sequence[RewardTerm]) -> Tensor:
+def _is_rewarded(applies: Tensor, terms: Sequence[_RewardTerm]) -> Tensor:
     """Whether some term with weight applies to the row: bool[N]."""
     weighted = torch.tensor([term.weight != 0 for term in terms])
     return applies[weighted].any(0) if any(term.sources for term in terms) else applies.new_ones(applies.shape[1])
 
 
-def build_terms(configs: Sequence[RewardConfig]) -> list[RewardTerm]:
+def build_terms(configs: Sequence[RewardConfig]) -> list[_RewardTerm]:
     """Build the terms that say how the parts of a reward are combined."""
     return [
-        RewardTerm(config.called, config.weight, config.normalise, config.clip, tuple(config.sources), config.max_bugs)
+        _RewardTerm(config.called, config.weight, config.normalise, config.clip, tuple(config.sources), config.max_bugs)
         for config in configs
     ]
 
@@ -310,7 +310,7 @@ def list_reward_facts(configs: Sequence[RewardConfig]) -> list[dict[str, Any]]:
     return [{"name": config.called, **{key: getattr(config, key) for key in keys}} for config in configs]
 
 
-def _list_running(terms: Sequence[RewardTerm]) -> list[str]:
+def _list_running(terms: Sequence[_RewardTerm]) -> list[str]:
     return [term.name for term in terms if term.weight and term.normalise == "running"]
 
 

@@ -34,7 +34,7 @@ __all__ = ["calculator"]
 
 
 @dataclass(frozen=True)
-class Tool:
+class _Tool:
     """A function that the policy may call; the configuration names it ``path``."""
 
     name: str
@@ -76,7 +76,7 @@ def _format_result(result: Any) -> str | list[dict[str, Any]]:
     return json.dumps(result, ensure_ascii=False, default=str)
 
 
-def build_tool(config: str | Mapping[str, Any], config_key: str = "rollout.tools[0]") -> Tool:
+def _build_tool(config: str | Mapping[str, Any], config_key: str = "rollout.tools[0]") -> _Tool:
     """Build the tool that a configuration names: a short name, a dotted path, or {fn: …, its configuration}.
 
     A short name is one of this module. Raises ConfigError for wrong arguments, ValueError for an unknown function;
@@ -91,7 +91,7 @@ def build_tool(config: str | Mapping[str, Any], config_key: str = "rollout.tools
         raise ValueError(f"{config_key}: {error}") from error
     model, description, takes_episode = _describe(fn)
     arguments = {key: value for key, value in settings.items() if key != "fn"}
-    return Tool(fn.__name__, settings["fn"], fn, model, description, takes_episode, bind(fn, arguments, config_key))
+    return _Tool(fn.__name__, settings["fn"], fn, model, description, takes_episode, bind(fn, arguments, config_key))
 
 
 @functools.cache
@@ -117,13 +117,13 @@ def _describe(fn: Callable[..., Any]) -> tuple[type[BaseModel], dict[str, Any], 
 
 
 @dataclass(frozen=True)
-class Toolbox:
+class _Toolbox:
     """Several tools, with the limits on one call: ``timeout`` in seconds, ``max_chars`` of its result.
 
     A tool that raises ServiceError is called again for ``patience`` seconds.
     """
 
-    tools: Mapping[str, Tool]
+    tools: Mapping[str, _Tool]
     timeout: float
     max_chars: int
     patience: float = PATIENCE
@@ -131,14 +131,14 @@ class Toolbox:
     @staticmethod
     def build(
         configs: Sequence[str | Mapping[str, Any]], *, timeout: float, max_chars: int, patience: float = PATIENCE
-    ) -> Toolbox:
-        """Build every tool. Raises what `build_tool` raises, and ValueError for two tools of the same name."""
-        tools = [build_tool(config, f"rollout.tools[{i}]") for i, config in enumerate(configs)]
+    ) -> _Toolbox:
+        """Build every tool. Raises what `_build_tool` raises, and ValueError for two tools of the same name."""
+        tools = [_build_tool(config, f"rollout.tools[{i}]") for i, config in enumerate(configs)]
         names = [tool.name for tool in tools]
         for i, name in enumerate(names):
             if name in names[:i]:
                 raise ValueError(f"rollout.tools[{i}]: a second tool is called '{name}'; the policy tells them by name")
-        return Toolbox({tool.name: tool for tool in tools}, timeout, max_chars, patience)
+        return _Toolbox({tool.name: tool for tool in tools}, timeout, max_chars, patience)
 
     @property
     def descriptions(self) -> list[dict[str, Any]]:
@@ -209,7 +209,7 @@ async def tool_use(
     then its episode is dropped. A truncated turn calls nothing.
     """
     read = resolve(parser, "coalign.environments.parsers")
-    box = Toolbox.build(tools, timeout=tool_timeout, max_chars=max_result_chars, patience=patience)
+    box = _Toolbox.build(tools, timeout=tool_timeout, max_chars=max_result_chars, patience=patience)
     episode.begin(tools=box.descriptions)
     for turns_left in reversed(range(max_turns)):
         turn = await episode.generate(max_new_tokens=tokens_per_turn)
@@ -227,7 +227,7 @@ def _check_tools(
     samples: Mapping[str, int], *, tools: list[Any], parser: str, tool_timeout: float, max_result_chars: int, **_: Any
 ) -> None:
     resolve(parser, "coalign.environments.parsers")
-    Toolbox.build(tools, timeout=tool_timeout, max_chars=max_result_chars)
+    _Toolbox.build(tools, timeout=tool_timeout, max_chars=max_result_chars)
 
 
 tool_use.check, tool_use.shows_tools = _check_tools, True

@@ -182,7 +182,7 @@ def prepare(config: RunConfig, *, join: bool = True, devices: int | None = None)
         check_limits(config)
         names = ("advantage", "covariance", "truncated", "pairs", "kl", "filter", "replay")
         functions = {name: _bind(getattr(config, name), name) for name in names}
-        configs = let_models_see(_configs_of_models(planned_roles, rewards, config), config)
+        configs = _let_models_see(_configs_of_models(planned_roles, rewards, config), config)
         validate.check_images(config, recipe, configs)
         compared = _count_compared(functions["pairs"], config)
         syncs = [pair for pair in recipe.sync if configs.keys() >= {*pair}]
@@ -212,7 +212,7 @@ def prepare(config: RunConfig, *, join: bool = True, devices: int | None = None)
         models=models,
         syncs=syncs,
         rewards=rewards,
-        turn_weight=find_turn_weight(config),
+        turn_weight=_find_turn_weight(config),
         devices=describe_devices(requested, config),
         loss=loss,
         **functions,
@@ -252,7 +252,7 @@ def _find_environment(config: RunConfig) -> EnvironmentFunction | None:
     return find_environment(config.rollout)
 
 
-def find_turn_weight(config: RunConfig) -> float:
+def _find_turn_weight(config: RunConfig) -> float:
     """Return the weight of the reward `episode`; 0 if it is normalised or clipped.
 
     It is then no plain sum over turns, so it counts for the whole response.
@@ -286,7 +286,7 @@ def _configs_of_models(
     return {name: configs[name] for name in roles}
 
 
-def let_models_see(configs: Mapping[str, ModelConfig], config: RunConfig) -> dict[str, ModelConfig]:
+def _let_models_see(configs: Mapping[str, ModelConfig], config: RunConfig) -> dict[str, ModelConfig]:
     """Return the settings with `vision` for every model of a run that reads images, except for functions and for judges
     that get none.
 

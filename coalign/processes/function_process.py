@@ -259,7 +259,7 @@ class _FunctionProcess:
         self._random: dict[int, list[Random]] = {}  # generators among the arguments, by call
         self._started: asyncio.Task[None] | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._connection = ProcessConnection(self._handle, lambda: self._end("ended"))
+        self._connection = _ProcessConnection(self._handle, lambda: self._end("ended"))
         self._slow_until = 0.0  # until then an import delays calls
         self._answered = 0.0  # when the last answer came
         self._low, self._news = 0, asyncio.Event()  # set once no more than `_low` calls are under way
@@ -456,7 +456,7 @@ class _FunctionProcess:
                 self._calls.pop(number)((None, ProcessDied(self._death)))
 
 
-class ProcessConnection(asyncio.Protocol):
+class _ProcessConnection(asyncio.Protocol):
     """The parent's end of the socket: hands each message to ``handle``, and says when the other end has gone."""
 
     def __init__(self, handle: Callable[[int, bytes, bytes], None], report_end: Callable[[], None]) -> None:

@@ -125,10 +125,10 @@ class OnPolicyDistillation(Online):
         if len(names) == 1:
             return getattr(self.teacher, method)(out)
         answers = [
-            getattr(getattr(self, name), method)(self.transform(select_for_teacher, out, name=name, names=names))
+            getattr(getattr(self, name), method)(self.transform(_select_for_teacher, out, name=name, names=names))
             for name in names
         ]
-        return self.transform(merge_teachers, out, *answers, names=names)
+        return self.transform(_merge_teachers, out, *answers, names=names)
 
     def env_flow(self, prompts):
         out = self.policy.generate(prompts)
@@ -161,7 +161,7 @@ def _list_teachers(config: RunConfig) -> list[str]:
     return ["teacher", *(name for name in config.models if name.startswith("teacher_"))]
 
 
-def assign_teachers(batch: Batch, names: Sequence[str]) -> Tensor:
+def _assign_teachers(batch: Batch, names: Sequence[str]) -> Tensor:
     """i64[N]: which of the models ``names`` teaches each sequence, by the key `teacher` of its row.
 
     ValueError for a row that names another one.
@@ -176,15 +176,15 @@ def assign_teachers(batch: Batch, names: Sequence[str]) -> Tensor:
     return torch.tensor(assigned, dtype=torch.int64)
 
 
-def select_for_teacher(batch: Batch, *, name: str, names: Sequence[str]) -> Batch:
+def _select_for_teacher(batch: Batch, *, name: str, names: Sequence[str]) -> Batch:
     """Select a teacher's sequences; the first one if there are none, since not every model takes an empty batch."""
-    rows = (assign_teachers(batch, names) == names.index(name)).nonzero().flatten()
+    rows = (_assign_teachers(batch, names) == names.index(name)).nonzero().flatten()
     return batch.select(rows if len(rows) else [0] * min(1, len(batch)))
 
 
-def merge_teachers(batch: Batch, *answers: Batch, names: Sequence[str]) -> tuple[Batch, Stats]:
+def _merge_teachers(batch: Batch, *answers: Batch, names: Sequence[str]) -> tuple[Batch, Stats]:
     """Merge the teachers' columns for all sequences. Metrics: `teacher_kl/<name>` over each teacher's tokens."""
-    assigned, mask, stats = assign_teachers(batch, names), batch["loss_mask"], Stats()
+    assigned, mask, stats = _assign_teachers(batch, names), batch["loss_mask"], Stats()
     columns: dict[str, Any] = {
         name: column.new_zeros(batch.tokens_total, *column.shape[1:]) for name, column in answers[0].token.items()
     }

@@ -81,9 +81,9 @@ class ReMax(KLOfResponse):
     def env_flow(self, prompts):
         out = self.policy.generate(prompts)
         scored = self.add_scores(out)  # first: the baseline is normalised by the moments of these samples
-        greedy = self.policy.generate(self.transform(prompts_of, out), samples=1, temperature=0.0)
+        greedy = self.policy.generate(self.transform(_prompts_of, out), samples=1, temperature=0.0)
         greedy = self.join(greedy, self.reward.forward_step(greedy, into="baseline"))
-        return self.transform(with_baseline, scored, greedy)
+        return self.transform(_with_baseline, scored, greedy)
 
 
 class TOPR(GRPO):
@@ -104,7 +104,7 @@ class TOPR(GRPO):
         refuse_kl_in_reward(config)  # one sample of a prompt is enough
 
 
-def prompts_of(samples: Batch) -> Batch:
+def _prompts_of(samples: Batch) -> Batch:
     """Return the prompt of each group."""
     group = samples["group"].tolist()
     first = samples.select([i for i in range(len(group)) if i == 0 or group[i] != group[i - 1]])
@@ -114,7 +114,7 @@ def prompts_of(samples: Batch) -> Batch:
     return Batch(first["prompt_length"].long(), {"tokens": tokens}, sequence)
 
 
-def with_baseline(samples: Batch, greedy: Batch) -> Batch:
+def _with_baseline(samples: Batch, greedy: Batch) -> Batch:
     """Add the column ``baseline``: the reward of the greedy response of the sample's group.
 
     Samples of a group without one (its reward failed) cannot be compared and become ERROR.

@@ -89,13 +89,13 @@ def _write_segments(text: Text) -> Iterator[str]:
 @lru_cache(maxsize=SAMPLES)  # samples of a group have the same
 def _write_picture(path: str) -> str:
     try:
-        content = draw_thumbnail(path)
+        content = _draw_thumbnail(path)
     except (OSError, BadRow) as error:
         return f"<em>{html.escape(str(error))}</em>\n"
     return f'<img alt="" src="data:image/png;base64,{base64.b64encode(content).decode()}">'
 
 
-def draw_thumbnail(path: str) -> bytes:
+def _draw_thumbnail(path: str) -> bytes:
     """Return a small PNG of an image; of a video, some of its frames side by side.
 
     OSError for a file that cannot be read, BadRow (image) for one that holds no image.

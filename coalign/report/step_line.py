@@ -149,12 +149,12 @@ def format_seconds(metrics: Mapping[str, float]) -> str:
     total = metrics.get("time/step", metrics.get("time/eval"))
     if total is None:
         return ""
-    phases = sum_phase_seconds(metrics) if "time/step" in metrics else {}
+    phases = _sum_phase_seconds(metrics) if "time/step" in metrics else {}
     split = " ".join(f"{label} {seconds:.1f}" for label, seconds in phases.items())
     return f"{total:.1f}s" + (f" ({split})" if split else "")
 
 
-def sum_phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
+def _sum_phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the seconds of each phase that the step had: generate, score, train, weight sync, evaluation."""
     seconds: dict[str, float] = {}
     for label, method in _PHASES.items():
@@ -225,7 +225,7 @@ class RunTotals:
         if seconds is None:
             return
         self._seconds += seconds
-        self._phases.update({label: n for label, n in sum_phase_seconds(metrics).items() if label in _PHASES})
+        self._phases.update({label: n for label, n in _sum_phase_seconds(metrics).items() if label in _PHASES})
         self._idle.update({name: share * seconds for name, share in _select_idle(metrics).items()})
         rates = {what: metrics.get(f"throughput/{what}") for what in ("generated", "trained")}
         self._tokens.update({what: rate * seconds for what, rate in rates.items() if rate})

@@ -37,7 +37,7 @@ MLFLOW_PARAMS_PER_REQUEST = 100
 _IDS_LOCK = threading.Lock()
 
 
-class Tracker(ABC):
+class _Tracker(ABC):
     """One run at one tracker. All calls come from one thread; any of them may raise."""
 
     def __init__(self, settings: TrackerConfig, folder: Path, config: Mapping[str, Any]) -> None:
@@ -67,7 +67,7 @@ class Tracker(ABC):
         """Send the client's buffered records, and end the run."""
 
 
-class _TensorBoardTracker(Tracker):
+class _TensorBoardTracker(_Tracker):
     """Event files in `tensorboard/`, written here because torch's writer ends at the first error of the disk."""
 
     def start(self, run_id: str | None, step: int) -> str:
@@ -106,7 +106,7 @@ class _TensorBoardTracker(Tracker):
         self._file.append(record.getvalue())
 
 
-class _WandbTracker(Tracker):
+class _WandbTracker(_Tracker):
     """Metrics are drawn over the metric `step`: wandb's own counter refuses the steps that a rollback repeats."""
 
     def start(self, run_id: str | None, step: int) -> str:
@@ -142,7 +142,7 @@ class _WandbTracker(Tracker):
         self._run.finish(exit_code=int(failed))
 
 
-class _MlflowTracker(Tracker):
+class _MlflowTracker(_Tracker):
     """Samples are CSV files among the artifacts, which MLflow shows as tables."""
 
     def start(self, run_id: str | None, step: int) -> str:
@@ -169,7 +169,7 @@ class _MlflowTracker(Tracker):
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         now = int(time.time() * 1000)
-        points = [self._metric(clean_mlflow_name(name), number, now, step) for name, number in metrics.items()]
+        points = [self._metric(_clean_mlflow_name(name), number, now, step) for name, number in metrics.items()]
         for first in range(0, len(points), 1000):
             self._client.log_batch(self._id, metrics=points[first : first + 1000])
 
@@ -184,7 +184,7 @@ class _MlflowTracker(Tracker):
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
 
-class _SwanlabTracker(Tracker):
+class _SwanlabTracker(_Tracker):
     """Its client leaves out a step that it has sent, until the run is opened again: so ``rewind`` does that."""
 
     def start(self, run_id: str | None, step: int) -> str:
@@ -229,7 +229,7 @@ class _SwanlabTracker(Tracker):
         self._client.finish("crashed" if failed else "success")
 
 
-class _TrackioTracker(Tracker):
+class _TrackioTracker(_Tracker):
     """Trackio resumes runs by name, so the id is a name with a random end. Spaces that it makes are private."""
 
     def start(self, run_id: str | None, step: int) -> str:
@@ -260,7 +260,7 @@ class _TrackioTracker(Tracker):
         self._run.finish()
 
 
-CLASSES: Mapping[str, type[Tracker]] = {
+CLASSES: Mapping[str, type[_Tracker]] = {
     "tensorboard": _TensorBoardTracker,
     "wandb": _WandbTracker,
     "mlflow": _MlflowTracker,
@@ -272,7 +272,7 @@ CLASSES: Mapping[str, type[Tracker]] = {
 class TrackerFeed:
     """Sends records to one tracker from a thread. A record that cannot be sent waits, and is sent with the next one."""
 
-    def __init__(self, name: str, tracker: Tracker, ids: Path, step: int) -> None:
+    def __init__(self, name: str, tracker: _Tracker, ids: Path, step: int) -> None:
         """``ids`` is the file of run ids: the id at this tracker is read from it, or added once the run has begun."""
         self.name, self._tracker, self._ids, self._step = name, tracker, ids, step
         self._has_started = False
@@ -282,7 +282,7 @@ class TrackerFeed:
         self._queue = CallQueue(f"tracker-{name}")
         self._queue.submit(self._flush)
 
-    def send(self, call: Callable[[Tracker], None]) -> None:
+    def send(self, call: Callable[[_Tracker], None]) -> None:
         """Have ``call`` send something, after all that was sent before."""
         self._submitted += 1
         self._queue.submit(partial(self._send, partial(call, self._tracker)))
@@ -316,13 +316,13 @@ class TrackerFeed:
                 self._waiting.popleft()
 
     def _begin(self) -> None:
-        run_id = self._tracker.start(read_ids(self._ids).get(self.name), self._step)
+        run_id = self._tracker.start(_read_ids(self._ids).get(self.name), self._step)
         self._has_started = True
         with _IDS_LOCK:
-            write_text_atomically(self._ids, json.dumps({**read_ids(self._ids), self.name: run_id}, indent=1))
+            write_text_atomically(self._ids, json.dumps({**_read_ids(self._ids), self.name: run_id}, indent=1))
 
 
-def read_ids(path: Path) -> dict[str, str]:
+def _read_ids(path: Path) -> dict[str, str]:
     """Read the ids of a run at its trackers; none if there is no such file."""
     return json.loads(path.read_text()) if path.exists() else {}
 
@@ -337,7 +337,7 @@ def start_trackers(
     ]
 
 
-def clean_mlflow_name(name: str) -> str:
+def _clean_mlflow_name(name: str) -> str:
     """Replace what MLflow refuses in names: `eval/mean@4` becomes `eval/mean_at_4`."""
     return re.sub(r"[^\w\-. /]", "_", name.replace("@", "_at_"))
 
@@ -346,4 +346,4 @@ def _flatten(value: Any, key: str = "") -> list[tuple[str, str]]:
     """List (dotted key, text) of all settings."""
     if isinstance(value, Mapping):
         return [pair for name, item in value.items() for pair in _flatten(item, f"{key}.{name}" if key else str(name))]
-    return [(clean_mlflow_name(key), str(value))]
+    return [(_clean_mlflow_name(key), str(value))]

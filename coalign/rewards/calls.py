@@ -300,7 +300,7 @@ def _to_outcomes(
 ) -> list[RewardOutcome]:
     if error is not None:
         return [RewardFailure(_name_reason(function, error), error)] * expected
-    return read_outcomes(function, returned, expected)
+    return _read_outcomes(function, returned, expected)
 
 
 def _name_reason(function: RewardFunction, error: BaseException) -> str:
@@ -313,7 +313,7 @@ def _name_reason(function: RewardFunction, error: BaseException) -> str:
     return "timeout" if isinstance(error, CallTimeout) else "raised"
 
 
-def read_outcomes(function: RewardFunction, returned: Any, expected: int) -> list[RewardOutcome]:
+def _read_outcomes(function: RewardFunction, returned: Any, expected: int) -> list[RewardOutcome]:
     """Turn what a call returned into one outcome for each of its ``expected`` samples."""
     if function.takes == "sample":
         return [_to_outcome(returned)]

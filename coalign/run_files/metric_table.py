@@ -21,7 +21,7 @@ Texts = Mapping[str, str]  # by language
 
 
 @dataclass(frozen=True, slots=True)
-class MetricEntry:
+class _MetricEntry:
     """An entry of metrics.yaml: a ``name``, in which `<word>` stands for any text, its ``unit`` and its ``meaning``."""
 
     name: str
@@ -37,7 +37,7 @@ class MetricEntry:
 
 
 @cache
-def read_entries() -> tuple[MetricEntry, ...]:
+def _read_entries() -> tuple[_MetricEntry, ...]:
     """Read metrics.yaml, once."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     table = yaml.load(PATH.read_text(encoding="utf-8"), loader)
@@ -48,13 +48,13 @@ def read_entries() -> tuple[MetricEntry, ...]:
     )
 
 
-def _read_entry(name: str, raw: Mapping[str, str], units: Mapping[str, Texts], title: Texts) -> MetricEntry:
+def _read_entry(name: str, raw: Mapping[str, str], units: Mapping[str, Texts], title: Texts) -> _MetricEntry:
     meaning = {language: raw[language] for language in LANGUAGES}
     pattern = re.compile(".+".join(map(re.escape, _PLACEHOLDER.split(name))))
-    return MetricEntry(name, units[raw["unit"]], meaning, title, pattern)
+    return _MetricEntry(name, units[raw["unit"]], meaning, title, pattern)
 
 
-def find_entry(name: str) -> tuple[MetricEntry, str] | None:
+def _find_entry(name: str) -> tuple[_MetricEntry, str] | None:
     """Return the entry of a metric, and the prefix of its name: `eval`, a source, another model.
 
     None for a metric that is not Coalign's: users' hooks may add some.
@@ -64,7 +64,7 @@ def find_entry(name: str) -> tuple[MetricEntry, str] | None:
     first, _, rest = name.partition("/")
     if first == "eval":
         source, _, metric = rest.partition("/")
-        if inner := find_entry(rest):
+        if inner := _find_entry(rest):
             return inner[0], "/".join(filter(None, ("eval", inner[1])))
         entry = _match(f"eval/{metric}", begins_open=False) if metric else None
         return (entry, f"eval/{source}") if entry else None
@@ -75,8 +75,8 @@ def find_entry(name: str) -> tuple[MetricEntry, str] | None:
 
 
 def describe_metric(name: str) -> dict[str, str] | None:
-    """Return one sentence and the unit, by language: `{"en": "Mean reward …. [reward]", …}`. None: see find_entry."""
-    match = find_entry(name)
+    """Return one sentence and the unit, by language: `{"en": "Mean reward …. [reward]", …}`. None: see _find_entry."""
+    match = _find_entry(name)
     if match is None:
         return None
     entry, prefix = match
@@ -84,9 +84,11 @@ def describe_metric(name: str) -> dict[str, str] | None:
     return {language: f"{prefix}: {text}" if prefix else text for language, text in texts.items()}
 
 
-def _match(name: str, *, begins_open: bool) -> MetricEntry | None:
+def _match(name: str, *, begins_open: bool) -> _MetricEntry | None:
     """Return the matching entry with the most letters, among those that do or do not begin with a placeholder."""
     matches = [
-        entry for entry in read_entries() if entry.name.startswith("<") == begins_open and entry.pattern.fullmatch(name)
+        entry
+        for entry in _read_entries()
+        if entry.name.startswith("<") == begins_open and entry.pattern.fullmatch(name)
     ]
     return max(matches, key=lambda entry: entry.letters, default=None)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from coalign.algorithms.covariance import clip_cov, kl_cov, measure_covariance
+from coalign.algorithms.covariance import _measure_covariance, clip_cov, kl_cov
 from coalign.data.batch import Batch
 
 T = torch.tensor
@@ -47,7 +47,7 @@ def chosen(fn, batch, **settings):
 
 
 def test_the_covariance_worked_by_hand():
-    order, covariance = measure_covariance(
+    order, covariance = _measure_covariance(
         **{"logprobs" if n == "rollout_logprobs" else n: c for n, c in GIVEN.items()}
     )
     assert order.tolist() == [1, 2, 4, 5]

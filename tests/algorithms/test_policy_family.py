@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from coalign.algorithms.losses import cispo, gmpo, gspo, kl_cov, policy_gradient, reinforce, sapo, topr
-from coalign.algorithms.losses.policy import Surrogate, add_policy_terms, policy_loss
+from coalign.algorithms.losses.policy import Surrogate, _add_policy_terms, policy_loss
 from coalign.algorithms.segments import LossTotals, aggregation_weights, check_aggregation, required_inputs
 from coalign.config.errors import ConfigError
 from coalign.config.functions import bind
@@ -427,7 +427,9 @@ def plain(x: LossInput, *, scale: float = 2.0) -> Surrogate:
 
 
 def test_a_surrogate_of_ones_own_has_all_settings_of_the_family():
-    shared = {name: p.default for name, p in signature(add_policy_terms).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    shared = {
+        name: p.default for name, p in signature(_add_policy_terms).parameters.items() if p.kind is p.KEYWORD_ONLY
+    }
     for loss in (plain, policy_gradient, gspo, cispo):
         assert shared.items() <= bind(loss, {}, "loss").items()
     assert bind(plain, {"kl_coef": 1}, "loss") == {"scale": 2.0, **shared, "kl_coef": 1.0}

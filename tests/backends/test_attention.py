@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from coalign.backends import attention
-from coalign.backends.attention import attend, check_kernel, choose_kernel, has_varlen, packed_attention
+from coalign.backends.attention import _packed_attention, attend, check_kernel, choose_kernel, has_varlen
 from coalign.backends.packing import Block, RowPlan, pack
 from coalign.data.batch import Batch
 from tests.backends.batches import rollout
@@ -76,9 +76,9 @@ def test_hidden_states_and_gradients_are_those_of_each_sequence_alone(model_dir,
 def test_a_setting_it_does_not_know_is_refused():
     x, layout = torch.zeros(1, 2, 3, 4), pack(Batch(torch.tensor([3]), {"tokens": torch.arange(3)}))
     with pytest.raises(NotImplementedError, match="s_aux"):
-        packed_attention(torch.nn.Identity(), x, x, x, None, layout=layout, s_aux=torch.zeros(2))
+        _packed_attention(torch.nn.Identity(), x, x, x, None, layout=layout, s_aux=torch.zeros(2))
     with pytest.raises(NotImplementedError, match="attention_mask"):
-        packed_attention(torch.nn.Identity(), x, x, x, torch.ones(1, 1, 3, 3), layout=layout)
+        _packed_attention(torch.nn.Identity(), x, x, x, torch.ones(1, 1, 3, 3), layout=layout)
 
 
 # ---- kernels of devices: one call for the row

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coalign import load_config
-from coalign.backends.scorers.retokenize import align, find_token_ends
+from coalign.backends.scorers.retokenize import _find_token_ends, align
 from coalign.cluster.worker import find_module_class
 from coalign.config.schema import ModelConfig
 from coalign.data.templates import count_common_prefix
@@ -80,9 +80,9 @@ class TestAlign:
 
     def test_several_tokens_of_one_character_are_one_span(self, other):
         mine, theirs = self.texts(self.STUDENT, "é🙂a"), self.texts(other, "é🙂a")
-        assert find_token_ends(self.STUDENT, mine) == [1, 1, 2, 2, 2, 2, 3]
+        assert _find_token_ends(self.STUDENT, mine) == [1, 1, 2, 2, 2, 2, 3]
         assert [len(a) for a, _ in align(self.STUDENT, mine, other, theirs)] == [2, 4, 1]
-        assert find_token_ends(self.STUDENT, mine[:4])[-1] == 2  # cut within a character: the text ends in its sign
+        assert _find_token_ends(self.STUDENT, mine[:4])[-1] == 2  # cut within a character: the text ends in its sign
 
     def test_white_space_that_a_template_trims_belongs_to_its_neighbour(self, other):
         mine, theirs = self.texts(self.STUDENT, " it is  "), self.texts(other, "it is")

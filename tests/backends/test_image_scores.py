@@ -17,8 +17,8 @@ from coalign.backends.vision import name_components
 from coalign.config.schema import ImagesConfig, ModelConfig, RunConfig
 from coalign.data.batch import Batch
 from coalign.data.images.processor import ImageProcessor
-from coalign.data.templates import collapse_images
-from coalign.launch.plan import let_models_see
+from coalign.data.templates import _collapse_images
+from coalign.launch.plan import _let_models_see
 from coalign.roles import Context
 from coalign_graders.services.judge import JudgeModule, PreferenceModule
 from tests.backends.test_images import QUICK, answer, load_prompts
@@ -166,7 +166,7 @@ def test_judges_are_shown_the_images_of_the_prompt(kind, tmp_path):
     rewards, questions = _score_two_answers(judge, tmp_path, policy)  # of each prompt both orders
     assert len(rewards) == 6
     assert [len({span.image for span in own}) for own in questions["images"]] == [1, 1, 0, 0, 2, 2]
-    shown = [collapse_images(row["tokens"], row["images"]) for row in questions.rows()]
+    shown = [_collapse_images(row["tokens"], row["images"]) for row in questions.rows()]
     first = judge.examiner.tokenizer.decode(shown[0])
     assert first.index("<boi><soft><eoi>") < first.index("What? one or two?")
 
@@ -177,7 +177,7 @@ def test_a_judge_of_text_reads_the_prompt_as_its_row_has_it(tmp_path):
     settings: dict[str, Any] = {"module": "preference", "load": str(text), "frozen": True}
     shown = {"judge": ModelConfig(**settings, judge=asks), "blind": ModelConfig(**settings, judge=asks | BLIND)}
     config = RunConfig(algorithm="grpo", data={"train": "rows.jsonl", "images": {}})
-    planned = let_models_see(shown, config)
+    planned = _let_models_see(shown, config)
     with pytest.raises(ValueError, match=r"reads no images.* set models\.judge\.judge\.show_images: false"):
         PreferenceModule.check_architecture(planned["judge"], "judge")
     judge = PreferenceModule(planned["blind"], Context(model="blind", tokenizer=str(policy), images=ImagesConfig()))

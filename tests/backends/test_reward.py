@@ -8,7 +8,7 @@ import torch
 from coalign.backends.scorers.reward_functions import RewardModule
 from coalign.config.schema import ModelConfig, RewardConfig
 from coalign.data.batch import Batch
-from coalign.engine.reward import RewardTerm, combine_rewards
+from coalign.engine.reward import _RewardTerm, combine_rewards
 from coalign.rewards.calls import RewardFunction
 from coalign.roles import Context
 from coalign.types import Stat, Status, Total
@@ -148,7 +148,7 @@ def test_a_part_of_a_roll_out_that_fails_altogether_costs_its_rows_alone(build):
             for part, columns in zip(parts, told, strict=True)
         ]
     )
-    out, stats = combine_rewards(Batch.concat(parts), scored, terms=[RewardTerm("as_number")], into="reward")
+    out, stats = combine_rewards(Batch.concat(parts), scored, terms=[_RewardTerm("as_number")], into="reward")
     assert out["status"].tolist() == [Status.ERROR, Status.ERROR, Status.OK, Status.OK]
     assert out["reward"][2:].tolist() == [1.0, 2.0] and stats["reward/as_number/failed"] == Total(2.0)
 

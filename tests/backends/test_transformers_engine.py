@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from coalign import load_config
 from coalign.backends.engines.request import Request
-from coalign.backends.engines.transformers import TransformersModel, TransformersModule
+from coalign.backends.engines.transformers import TransformersModule, _TransformersModel
 from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.launch.check import check
 from coalign.report.display import Display
@@ -151,7 +151,7 @@ def test_tokens_and_log_probs_are_those_of_hugging_face(tmp_path, family, shape,
 def test_a_batching_that_a_model_only_declares_is_replaced(tmp_path, monkeypatch, caplog):
     """Mamba's states cannot be padded."""
     path = make(tmp_path, "mamba", **BASE, hidden_size=32, num_hidden_layers=2, state_size=8)
-    monkeypatch.setattr(TransformersModel, "choose_batching", lambda self: "padded")
+    monkeypatch.setattr(_TransformersModel, "choose_batching", lambda self: "padded")
     policy = build("transformers", path)
     with caplog.at_level(logging.WARNING):
         policy.generate(prompts())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from coalign.cluster.future import BatchRef, PayloadJoin, WorkerRows, merge_columns
+from coalign.cluster.future import BatchRef, WorkerRows, _PayloadJoin, merge_columns
 from coalign.cluster.worker import Worker, apply_columns
 from coalign.data.batch import Batch
 from coalign.types import Stat, Status, Total
@@ -109,7 +109,7 @@ def stored_payloads(ref: BatchRef | WorkerRows) -> list[object]:
     """What a reference needs of the store."""
     found = []
     for payload in ref.payloads:
-        joined = isinstance(payload, PayloadJoin)
+        joined = isinstance(payload, _PayloadJoin)
         found += [each for share in payload.sources for each in stored_payloads(share)] if joined else [payload]
     return found
 

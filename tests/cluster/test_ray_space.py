@@ -7,7 +7,7 @@ from collections import namedtuple
 
 import pytest
 
-from coalign.cluster.ray.space import MIB, StoreSpace, check_ray_version, describe_open_cluster
+from coalign.cluster.ray.space import MIB, StoreSpace, _check_ray_version, describe_open_cluster
 
 DiskUse = namedtuple("DiskUse", "total used free")
 
@@ -15,12 +15,12 @@ DiskUse = namedtuple("DiskUse", "total used free")
 @pytest.mark.parametrize("version", ["2.9.3", "2.52.1", "2.59.9"])
 def test_an_old_ray_is_refused(version):
     with pytest.raises(ValueError, match=rf"ray {version} is installed, and Coalign needs ray >= 2.60.*coalign\[ray\]"):
-        check_ray_version(version)
+        _check_ray_version(version)
 
 
 @pytest.mark.parametrize("version", ["2.60.0", "2.61.2", "3.0.0.dev0"])
 def test_a_ray_that_asks_for_a_token_is_taken(version):
-    check_ray_version(version)
+    _check_ray_version(version)
 
 
 def test_an_old_ray_ends_a_run_before_it_is_imported(monkeypatch):

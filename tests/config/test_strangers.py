@@ -17,7 +17,7 @@ from coalign.config import ConfigError, dump, load, load_section
 from coalign.config.functions import bind, refuse_code, resolve
 from coalign.config.secrets import hide_secrets
 from coalign.config.yaml_reader import parse
-from coalign.data.sources import BadRow, JsonLines
+from coalign.data.sources import BadRow, _JsonLines
 from coalign.files import RecordFile, RecordHandler
 from coalign.report.display import Display
 from coalign_graders.services.remote import Remote
@@ -197,7 +197,7 @@ def test_what_is_short_or_named_like_no_secret_is_shown(run, monkeypatch):
 def test_a_row_with_a_number_of_5000_digits_is_a_bad_row():
     for line in (b'{"a": 1' + b"0" * 5000 + b"}", b'{"a": ' + b"[" * 100_000, b"\xff", b'"x"'):
         with pytest.raises(BadRow):
-            JsonLines.parse(line)
+            _JsonLines.parse(line)
 
 
 @pytest.fixture
@@ -269,7 +269,7 @@ def test_any_yaml_is_read_or_refused(here, cases):
 def test_any_line_of_rows_is_read_or_refused(cases):
     def check(line):
         try:
-            JsonLines.parse(line)
+            _JsonLines.parse(line)
         except BadRow as problem:
             assert str(problem)
 

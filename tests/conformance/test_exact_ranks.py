@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from coalign.backends.hf.exact import TreeSum
+from coalign.backends.hf.exact import _TreeSum
 from coalign.cluster.batch_shards import shard_leaves
 from coalign.cluster.future import BatchRef, Meta
 from coalign.cluster.local import LocalStore
@@ -127,7 +127,7 @@ def test_zeros_at_the_end_change_no_sum(count):
     numbers = torch.randn(count, 50, generator=torch.Generator().manual_seed(count)) * torch.logspace(-5, 5, 50)
     sums = []
     for zeros in range(6):
-        tree = TreeSum()
+        tree = _TreeSum()
         for tensor in [*numbers, *torch.zeros(zeros, 50)]:
             tree.add(tensor)
         sums.append(tree.take())

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coalign.data.batch import estimate_costs, pack_bins, partition
+from coalign.data.batch import _pack_bins, estimate_costs, partition
 
 
 def sums(costs, parts):
@@ -61,16 +61,16 @@ def test_the_cost_of_a_sequence():
 
 
 def test_bins_by_hand():
-    assert pack_bins([4, 4, 6, 6], 10) == [[2, 0], [3, 1]]
-    assert pack_bins([5, 7, 3, 2], 10) == [[1, 2], [0, 3]]  # the best fit for 3 is beside the 7
-    assert pack_bins([12, 3], 10) == [[0], [1]]
-    assert pack_bins([], 10) == []
+    assert _pack_bins([4, 4, 6, 6], 10) == [[2, 0], [3, 1]]
+    assert _pack_bins([5, 7, 3, 2], 10) == [[1, 2], [0, 3]]  # the best fit for 3 is beside the 7
+    assert _pack_bins([12, 3], 10) == [[0], [1]]
+    assert _pack_bins([], 10) == []
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 30), max_size=60), st.integers(10, 40))
 def test_bins_hold_everything_once_within_their_room_and_waste_little(sizes, room):
-    bins = pack_bins(sizes, room)
+    bins = _pack_bins(sizes, room)
     assert sorted(i for each in bins for i in each) == list(range(len(sizes)))
     assert all(sum(sizes[i] for i in each) <= room or len([i for i in each if sizes[i]]) == 1 for each in bins)
     fitting = [size for size in sizes if size <= room]

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from coalign.data.images import decoder
-from coalign.data.images.decoder import DecodingProcess, UnreadablePicture, decode
+from coalign.data.images.decoder import UnreadablePicture, _DecodingProcess, decode
 from coalign.data.images.image_files import ImageFiles, open_frames, open_image, write_data_url
 from coalign.data.images.videos import VideoFiles
 from coalign.data.sources import BadRow
@@ -121,7 +121,7 @@ def test_a_picture_that_hangs_holds_up_no_other(tmp_path, monkeypatch):
 
 
 def test_a_process_that_was_killed_between_pictures_is_replaced():
-    process = DecodingProcess()
+    process = _DecodingProcess()
     request = {"name": "a", "max_pixels": MOST, "is_video": False, "has_pixels": False, "seconds": 5}
     first = process.ask(request, encode("PNG"))
     assert process._process is not None

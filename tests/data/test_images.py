@@ -17,7 +17,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from coalign.config.schema import DataConfig, ImagesConfig
-from coalign.data.batch import Batch, pack_rows_with_images
+from coalign.data.batch import Batch, _pack_rows_with_images
 from coalign.data.examples import RowLimit
 from coalign.data.images.image_files import ImageFiles
 from coalign.data.images.pixels import PixelCache
@@ -290,14 +290,14 @@ def test_pixels_are_made_once_and_forgotten_in_turn(model, tmp_path):
 def test_micro_batches_keep_both_budgets():
     lengths, images = torch.tensor([10, 10, 10, 10, 30]), [{"a": 60}] * 2 + [{"b": 60}, {}, {"c": 20}]
     group = torch.tensor([0, 0, 1, 2, 3])
-    rows = pack_rows_with_images(lengths, images, 40, 100, keep=group)
+    rows = _pack_rows_with_images(lengths, images, 40, 100, keep=group)
     assert sorted(row for inside in rows for row in inside) == [0, 1, 2, 3, 4]
     for inside in rows:
         together = {name: count for row in inside for name, count in images[row].items()}
         assert sum(together.values()) <= 100 and int(lengths[inside].sum()) <= 40
     assert any({0, 1} <= set(inside) for inside in rows)  # they share an image
     with pytest.raises(ValueError, match="60 patches; max_patches_per_micro is 50"):
-        pack_rows_with_images(lengths, images, 40, 50, keep=group)
+        _pack_rows_with_images(lengths, images, 40, 50, keep=group)
 
 
 def test_place_images_joins_texts_so_that_no_token_is_spelled_in_two():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coalign.data.sources import JsonLines, ParquetRows
+from coalign.data.sources import _JsonLines, _ParquetRows
 from tests.data import reading
 from tests.data.reading import drawn, write
 
@@ -163,8 +163,8 @@ def test_a_budget_of_tokens_works_without_knowing_their_number(tmp_path):
 def test_nothing_is_indexed_or_unpacked(tmp_path, monkeypatch):
     paths = stored(tmp_path, "jsonl", rows(20)), stored(tmp_path, "parquet", rows(20))
     refused = property(lambda self: pytest.fail("went through the whole file"))
-    monkeypatch.setattr(JsonLines, "_offsets", refused)
-    monkeypatch.setattr(ParquetRows, "_unpacked", refused)
+    monkeypatch.setattr(_JsonLines, "_offsets", refused)
+    monkeypatch.setattr(_ParquetRows, "_unpacked", refused)
     made = loader(*paths)
     drawn(made, 30)
     again = loader(*paths)
@@ -175,8 +175,8 @@ def test_nothing_is_indexed_or_unpacked(tmp_path, monkeypatch):
 def test_only_a_window_is_read_ahead(tmp_path, monkeypatch):
     path = write(tmp_path / "a.jsonl", rows(1000))
     read = []
-    plain = JsonLines._lines
-    monkeypatch.setattr(JsonLines, "_lines", lambda self, start: (read.append(x) or x for x in plain(self, start)))
+    plain = _JsonLines._lines
+    monkeypatch.setattr(_JsonLines, "_lines", lambda self, start: (read.append(x) or x for x in plain(self, start)))
     made = loader(path, stream_window=10)
     drawn(made, 25)
     assert 30 <= len(read) <= 32

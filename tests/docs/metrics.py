@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 
 from coalign.files import write_text_atomically
-from coalign.run_files.metric_table import MetricEntry, read_entries
+from coalign.run_files.metric_table import _MetricEntry, _read_entries
 from tests.runs import ROOT
 
 PAGES = {"en": ROOT / "docs" / "metrics.md", "zh": ROOT / "docs" / "zh" / "metrics.md"}
@@ -45,12 +45,12 @@ Reward functions, losses, environments and hooks of your own add theirs.
 def render_page(language: str) -> str:
     """Return the page in a language: an introduction, and a table for each group."""
     sections = [INTRODUCTIONS[language]]
-    for title, entries in groupby(read_entries(), key=lambda entry: entry.title[language]):
+    for title, entries in groupby(_read_entries(), key=lambda entry: entry.title[language]):
         sections.append(f"## {title}\n\n{_render_table(list(entries), language)}")
     return "\n".join(sections)
 
 
-def _render_table(entries: list[MetricEntry], language: str) -> str:
+def _render_table(entries: list[_MetricEntry], language: str) -> str:
     rows = [HEADS[language], *((f"`{it.name}`", it.unit[language], it.meaning[language]) for it in entries)]
     head, *body = [f"| {' | '.join(row)} |\n" for row in rows]
     return head + "|---|---|---|\n" + "".join(body)

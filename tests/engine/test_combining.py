@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from coalign.engine.reward import RewardTerm, combine
+from coalign.engine.reward import _RewardTerm, combine
 from coalign.types import Moments
 
 VALUES = torch.tensor([[1.0, 3.0, 5.0, 7.0], [0.0, 1.0, 1.0, 0.0]])
@@ -15,30 +15,30 @@ def near(values):
 
 
 def test_the_plain_weighted_sum():
-    terms = [RewardTerm("a", 2.0), RewardTerm("b", -0.5)]
+    terms = [_RewardTerm("a", 2.0), _RewardTerm("b", -0.5)]
     assert combine(VALUES, GROUP, terms, {}).tolist() == [2.0, 5.5, 9.5, 14.0]
 
 
 def test_normalise_then_clip_then_weigh():
     # a: mean 4, std √5; b: mean 1/2 and std 1/2 in both groups
-    terms = [RewardTerm("a", 2.0, "batch", clip=1.0), RewardTerm("b", 0.5, "group")]
+    terms = [_RewardTerm("a", 2.0, "batch", clip=1.0), _RewardTerm("b", 0.5, "group")]
     first = 1 / 5**0.5
     assert combine(VALUES, GROUP, terms, {}).tolist() == near(
         [-2.0 - 0.5, -2 * first + 0.5, 2 * first + 0.5, 2.0 - 0.5]
     )
-    assert combine(VALUES, GROUP, [RewardTerm("a", clip=4.0), RewardTerm("b")], {}).tolist() == [1.0, 4.0, 5.0, 4.0]
+    assert combine(VALUES, GROUP, [_RewardTerm("a", clip=4.0), _RewardTerm("b")], {}).tolist() == [1.0, 4.0, 5.0, 4.0]
 
 
 def test_groups_may_lie_in_any_order():
     order = torch.tensor([2, 0, 3, 1])
-    terms = [RewardTerm("a", 1.0, "group"), RewardTerm("b", 3.0, "group", clip=0.5)]
+    terms = [_RewardTerm("a", 1.0, "group"), _RewardTerm("b", 3.0, "group", clip=0.5)]
     shuffled = combine(VALUES[:, order], GROUP[order], terms, {})
     assert torch.equal(shuffled, combine(VALUES, GROUP, terms, {})[order])
 
 
 def test_running_moments_are_those_that_are_given():
     seen = {"a": Moments(count=4.0, mean=2.0, squares=16.0)}  # a standard deviation of 2
-    terms = [RewardTerm("a", 1.0, "running", clip=2.0), RewardTerm("b", 0.0)]
+    terms = [_RewardTerm("a", 1.0, "running", clip=2.0), _RewardTerm("b", 0.0)]
     assert combine(VALUES, GROUP, terms, seen).tolist() == near([-0.5, 0.5, 1.5, 2.0])
     with pytest.raises(ValueError, match=r"reward 'a': there are no running moments.*score samples before"):
         combine(VALUES, GROUP, terms, {"a": Moments()})
@@ -47,19 +47,21 @@ def test_running_moments_are_those_that_are_given():
 @pytest.mark.parametrize("how", ["batch", "group", "running"])
 def test_equal_values_are_worth_nothing(how):
     same = torch.full((1, 4), 0.1)
-    assert combine(same, GROUP, [RewardTerm("a", 1e3, how)], {"a": Moments.of(same[0])}).tolist() == near([0.0] * 4)
+    assert combine(same, GROUP, [_RewardTerm("a", 1e3, how)], {"a": Moments.of(same[0])}).tolist() == near([0.0] * 4)
 
 
 def test_a_term_without_weight_may_lack_values():
     lacking = torch.stack([VALUES[0], torch.full((4,), float("nan"))])
-    assert combine(lacking, GROUP, [RewardTerm("a"), RewardTerm("b", 0.0, "batch")], {}).tolist() == VALUES[0].tolist()
+    assert (
+        combine(lacking, GROUP, [_RewardTerm("a"), _RewardTerm("b", 0.0, "batch")], {}).tolist() == VALUES[0].tolist()
+    )
 
 
 def test_of_no_sequences_there_is_nothing():
     for how in ("none", "batch", "group"):
-        assert combine(torch.zeros(1, 0), torch.zeros(0, dtype=torch.int64), [RewardTerm("a", 1.0, how)], {}).shape == (
-            0,
-        )
+        assert combine(
+            torch.zeros(1, 0), torch.zeros(0, dtype=torch.int64), [_RewardTerm("a", 1.0, how)], {}
+        ).shape == (0,)
     assert Moments.of(torch.zeros(0)) == Moments()
 
 

@@ -5,7 +5,7 @@ import torch
 
 from coalign.config.schema.rollout import CurriculumConfig
 from coalign.data.batch import Batch
-from coalign.engine.rollouts.selection import Curriculum, hash_row, pass_rates
+from coalign.engine.rollouts.selection import Curriculum, _hash_row, pass_rates
 
 
 class Numbers:
@@ -38,13 +38,13 @@ def asked(batch):
 
 def test_a_row_is_known_by_its_content_wherever_it_stands():
     here, there = {"prompt": "a", "_source": "x", "_row": 1}, {"_row": 9, "_source": "y", "prompt": "a"}
-    assert hash_row(here) == hash_row(there) != hash_row({"prompt": "b"})
+    assert _hash_row(here) == _hash_row(there) != _hash_row({"prompt": "b"})
 
 
 def test_pass_rates_by_prompt():
     found = pass_rates(scored(("0", [1.0, 0.0, 1.0, 0.5]), ("1", [0.0])), solved=1.0)
     shares = dict(zip(found["key"], found["share"].tolist(), strict=True))
-    assert shares == {hash_row({"prompt": "0"}): 0.5, hash_row({"prompt": "1"}): 0.0}
+    assert shares == {_hash_row({"prompt": "0"}): 0.5, _hash_row({"prompt": "1"}): 0.0}
     assert pass_rates(scored(("0", [1.0, 0.5])), solved=0.5)["share"].tolist() == [1.0]
     assert len(pass_rates(scored(), solved=1.0)) == 0
 

@@ -13,7 +13,7 @@ from coalign.backends.engines.rollout_module import RolloutModule
 from coalign.data.batch import Batch
 from coalign.engine.hooks.checkpoint import Save
 from coalign.engine.hooks.recorder import MetricsRecorder
-from coalign.engine.rollouts.finished_rollouts import decode_samples, encode_samples
+from coalign.engine.rollouts.finished_rollouts import _decode_samples, _encode_samples
 from coalign.types import Status
 from tests.runs import metrics, run, settings, weights_hash
 
@@ -53,22 +53,22 @@ def make_samples(lengths: list[int], vocabulary: int = 70_000, seed: int = 0) ->
 
 def test_samples_come_back_to_the_bit_in_eight_bytes_a_token():
     prompts, samples = make_samples([2000, 0, 3000, 1])
-    columns, content = encode_samples(prompts, samples) or pytest.fail("they begin as their prompts do")
-    found = decode_samples(prompts, columns, content)
+    columns, content = _encode_samples(prompts, samples) or pytest.fail("they begin as their prompts do")
+    found = _decode_samples(prompts, columns, content)
     assert found.token.keys() == samples.token.keys() and found.sequence.keys() == samples.sequence.keys()
     assert torch.equal(found.lengths, samples.lengths) and found["rows"] == samples["rows"]
     for name, column in {**samples.token, **samples.sequence}.items():
         if isinstance(column, torch.Tensor):
             assert torch.equal(found[name], column) and found[name].dtype == column.dtype, name
     assert len(content) / 5001 < 8
-    some = decode_samples(prompts.select([2, 0]), columns, content)
+    some = _decode_samples(prompts.select([2, 0]), columns, content)
     assert some["group"].tolist() == [7, 9] and torch.equal(some["tokens"], samples.select([0, 2])["tokens"])
 
 
 def test_samples_of_other_prompts_are_not_encoded():
     prompts, samples = make_samples([4, 5])
-    assert encode_samples(prompts.with_(tokens=prompts["tokens"] + 1), samples) is None
-    assert encode_samples(prompts.select([0]), samples) is None
+    assert _encode_samples(prompts.with_(tokens=prompts["tokens"] + 1), samples) is None
+    assert _encode_samples(prompts.select([0]), samples) is None
 
 
 @pytest.fixture(scope="module")

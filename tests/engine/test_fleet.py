@@ -6,15 +6,15 @@ import pytest
 
 from coalign.cluster.dist import DistModel
 from coalign.config.schema import AutoscaleConfig
-from coalign.engine.fleet import AutoscaleRule, Fleet, StepLoad
+from coalign.engine.fleet import Fleet, _AutoscaleRule, _StepLoad
 from coalign.types import Stat, Total
 
-LATE = StepLoad(busy=0.95, waiting=0.5)  # the trainer waits for a model that computes all the time
-EARLY = StepLoad(busy=0.2, waiting=0.0)
-EVEN = StepLoad(busy=0.7, waiting=0.1)
+LATE = _StepLoad(busy=0.95, waiting=0.5)  # the trainer waits for a model that computes all the time
+EARLY = _StepLoad(busy=0.2, waiting=0.0)
+EVEN = _StepLoad(busy=0.7, waiting=0.1)
 
 
-def decide(rule: AutoscaleRule, processes: int, *loads: StepLoad) -> list[int]:
+def decide(rule: _AutoscaleRule, processes: int, *loads: _StepLoad) -> list[int]:
     found = []
     for load in loads:
         processes = rule.decide(processes, load)
@@ -22,7 +22,7 @@ def decide(rule: AutoscaleRule, processes: int, *loads: StepLoad) -> list[int]:
     return found
 
 
-TRAINER_LATE, OTHER_LATE = StepLoad(busy=1.0, waiting=0.0), StepLoad(busy=0.6, waiting=0.9)
+TRAINER_LATE, OTHER_LATE = _StepLoad(busy=1.0, waiting=0.0), _StepLoad(busy=0.6, waiting=0.9)
 
 
 @pytest.mark.parametrize(
@@ -38,16 +38,16 @@ TRAINER_LATE, OTHER_LATE = StepLoad(busy=1.0, waiting=0.0), StepLoad(busy=0.6, w
     ],
 )
 def test_processes_come_and_go_by_what_steps_waited_for(bounds, processes, loads, expected):
-    assert decide(AutoscaleRule(AutoscaleConfig(**bounds)), processes, *loads) == expected
+    assert decide(_AutoscaleRule(AutoscaleConfig(**bounds)), processes, *loads) == expected
 
 
 @pytest.mark.parametrize("work", [0.3, 0.9, 2.4])
 def test_the_number_settles(work):
     """A trainer that takes 1 s a step, and a model with ``work`` seconds of its own, shared by its processes."""
-    rule, found, processes = AutoscaleRule(AutoscaleConfig(max=8, steps=2)), [], 1
+    rule, found, processes = _AutoscaleRule(AutoscaleConfig(max=8, steps=2)), [], 1
     for _ in range(60):
         own = work / processes
-        load = StepLoad(busy=own / max(1.0, own), waiting=max(0.0, own - 1.0) / max(1.0, own))
+        load = _StepLoad(busy=own / max(1.0, own), waiting=max(0.0, own - 1.0) / max(1.0, own))
         processes = rule.decide(processes, load)
         found.append(processes)
     assert len(set(found[20:])) == 1
@@ -56,7 +56,7 @@ def test_the_number_settles(work):
 
 def test_the_load_is_read_from_the_metrics_of_a_step():
     stats = {"time/step": Total(4.0), "time/rollout": Total(3.0), "idle/policy": Stat(0.25)}
-    assert StepLoad.of("policy", stats) == StepLoad(busy=0.75, waiting=0.75)
+    assert _StepLoad.of("policy", stats) == _StepLoad(busy=0.75, waiting=0.75)
 
 
 class FewDevices:

@@ -6,8 +6,8 @@ from coalign.cluster.batch_shards import shard_rows
 from coalign.cluster.future import BatchRef, Meta
 from coalign.cluster.local import LocalStore
 from coalign.data.batch import Batch
-from coalign.engine.rollouts.selection import ResponseLengths, response_lengths
-from coalign.engine.rollouts.unfinished import continue_groups
+from coalign.engine.rollouts.selection import _ResponseLengths, response_lengths
+from coalign.engine.rollouts.unfinished import _continue_groups
 from coalign.types import Status
 
 STORE = LocalStore()
@@ -33,10 +33,10 @@ def stored(batch):
 
 
 def test_expectations_are_means_and_those_of_the_unknown_the_average():
-    lengths = ResponseLengths()
+    lengths = _ResponseLengths()
     assert lengths.expect(prompts("a", "b"))["expected_tokens"].tolist() == [1, 1]
     lengths.note(response_lengths(answered(a=[2, 4], b=[10], c=[0, 0])))
-    copy = ResponseLengths()
+    copy = _ResponseLengths()
     copy.load_state_dict(lengths.state_dict())
     # (3 + 10 + 0) / 3 = 4.33 for what is not known; nobody is expected to take less than one token.
     assert copy.expect(prompts("b", "x", "a", "c"))["expected_tokens"].tolist() == [10, 4, 3, 1]
@@ -72,9 +72,9 @@ def test_what_has_ended_is_no_work_any_more():
     log |= {"rollout_logprobs": torch.zeros(5), "versions": torch.tensor([-1, 3, 3, -1, 3]).int()}
     carried = Batch(torch.tensor([3, 2]), log, columns | {"expected_tokens": torch.tensor([9, 9]).int()})
     fresh = prompts("a").with_(expected_tokens=torch.tensor([5]).int())
-    samples, stats = continue_groups(carried, fresh, samples=2, oldest_version=3)
+    samples, stats = _continue_groups(carried, fresh, samples=2, oldest_version=3)
     assert samples["expected_tokens"].tolist() == [0, 9, 5, 5] and stats == {}
-    samples, stats = continue_groups(carried, fresh, samples=2, oldest_version=4)
+    samples, stats = _continue_groups(carried, fresh, samples=2, oldest_version=4)
     assert samples["group"].tolist() == [0, 0]
     assert {name: metric.value for name, metric in stats.items()} == {
         "rollout/given_up": 1,

@@ -12,9 +12,9 @@ from coalign.cluster.local import LocalCluster
 from coalign.config.errors import ConfigError
 from coalign.config.schema import FUNCTIONS, ModelConfig, RewardConfig, RunConfig
 from coalign.data.batch import Batch
-from coalign.engine.reward import Reward, RewardTerm, combine_rewards
+from coalign.engine.reward import Reward, _RewardTerm, combine_rewards
 from coalign.launch.check import check
-from coalign.launch.plan import find_turn_weight, prepare
+from coalign.launch.plan import _find_turn_weight, prepare
 from coalign.report.display import Display
 from coalign.rewards.calls import RewardError
 from coalign.roles import Context
@@ -50,7 +50,7 @@ def scored(**values):
 
 def test_columns_and_metrics():
     parts = scored(kind=[1.0, 2.0, 3.0, 4.0]), scored(terse=[0.0, 1.0, 0.0, 1.0])
-    terms = [RewardTerm("kind", 1.0), RewardTerm("terse", -2.0, clip=0.5)]
+    terms = [_RewardTerm("kind", 1.0), _RewardTerm("terse", -2.0, clip=0.5)]
     batch, stats = combine_rewards(responses([0] * 4), *parts, terms=terms, into="reward")
     assert set(batch.sequence) == {"reward", "reward/kind", "reward/terse", "status"} and not batch.token
     assert batch["reward"].tolist() == [1.0, 1.0, 3.0, 3.0] and batch["reward"].dtype == torch.float32
@@ -70,7 +70,7 @@ def test_columns_and_metrics():
 @pytest.mark.parametrize("lacking", [NAN, math.inf, -math.inf])
 def test_a_row_that_lacks_a_part_is_an_error_and_never_a_number(lacking):
     parts = scored(kind=[1.0, 3.0, lacking, 5.0], seen=[NAN] * 4)
-    terms = [RewardTerm("kind", 2.0, "batch"), RewardTerm("seen", 0.0)]
+    terms = [_RewardTerm("kind", 2.0, "batch"), _RewardTerm("seen", 0.0)]
     batch, stats = combine_rewards(responses([0] * 4), parts, terms=terms, into="reward")
     assert batch["status"].tolist() == [Status.OK, Status.OK, Status.ERROR, Status.OK]
     # of the other three the mean is 3 and the variance 8/3
@@ -84,14 +84,14 @@ def test_a_row_that_lacks_a_part_is_an_error_and_never_a_number(lacking):
 def test_rows_that_are_not_at_their_end_are_left_alone():
     out = responses([0] * 4, status=[Status.ERROR, Status.TRUNCATED, Status.PARTIAL, Status.OK])
     parts = scored(kind=[9.0, 1.0, 9.0, 2.0])
-    batch, stats = combine_rewards(out, parts, terms=[RewardTerm("kind")], into="reward")
+    batch, stats = combine_rewards(out, parts, terms=[_RewardTerm("kind")], into="reward")
     assert torch.equal(batch["status"], out["status"])
     assert batch["reward"].nan_to_num(-1.0).tolist() == [-1.0, 1.0, -1.0, 2.0]
     assert stats["reward/kind/mean"] == Stat(3.0, 2.0) and "reward/kind/failed" not in stats
 
 
 def test_if_no_row_has_a_reward_the_call_fails():
-    parts, terms = scored(a=[NAN, NAN, 1.0, 1.0], b=[1.0, 1.0, NAN, NAN]), [RewardTerm("a"), RewardTerm("b")]
+    parts, terms = scored(a=[NAN, NAN, 1.0, 1.0], b=[1.0, 1.0, NAN, NAN]), [_RewardTerm("a"), _RewardTerm("b")]
     with pytest.raises(RewardError, match="none of 4 samples has a reward; values that are missing: a 2, b 2"):
         combine_rewards(responses([0] * 4), parts, terms=terms, into="reward")
     out = responses([0] * 4, status=[Status.ERROR] * 4)
@@ -100,14 +100,14 @@ def test_if_no_row_has_a_reward_the_call_fails():
 
 def test_the_error_of_a_call_without_a_reward_says_what_failed_first():
     parts = scored(a=[NAN] * 4).with_(**{"reward/a/failure": ["", "raised: KeyError: 'answer'", "", ""]})
-    terms = [RewardTerm("a"), RewardTerm("b")]
+    terms = [_RewardTerm("a"), _RewardTerm("b")]
     with pytest.raises(RewardError, match="'a' first on group 0, row 1: raised: KeyError: 'answer'"):
         combine_rewards(responses([0] * 4), parts, scored(b=[1.0] * 4), terms=terms, into="reward")
 
 
 def test_evaluation_gets_the_values_as_they_are():
     parts = scored(kind=[1.0, 2.0, 3.0, 4.0])
-    terms = [RewardTerm("kind", 0.5, "group", clip=0.1)]
+    terms = [_RewardTerm("kind", 0.5, "group", clip=0.1)]
     batch, _ = combine_rewards(responses([0] * 4, group=(-1, -1, -2, -2)), parts, terms=terms, into="reward")
     assert batch["reward"].tolist() == [0.5, 1.0, 1.5, 2.0]
 
@@ -229,7 +229,7 @@ def two_judges(directory, **runtime):
 )
 def test_how_much_turns_count(parts, weight):
     models = {"kind": ModelConfig(head="reward")}
-    assert find_turn_weight(RunConfig(algorithm="ppo", reward=parts, models=models)) == weight
+    assert _find_turn_weight(RunConfig(algorithm="ppo", reward=parts, models=models)) == weight
 
 
 @pytest.fixture(scope="module")

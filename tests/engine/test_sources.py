@@ -9,7 +9,7 @@ import torch
 
 from coalign import evaluate
 from coalign.data.batch import Batch
-from coalign.engine.reward import RewardTerm, combine, combine_rewards, observe_rewards
+from coalign.engine.reward import _RewardTerm, combine, combine_rewards, observe_rewards
 from coalign.engine.rollouts.bundle import describe_sources
 from coalign.engine.rollouts.selection import filter_groups
 from coalign.rewards.calls import RewardError
@@ -43,9 +43,9 @@ def test_a_part_counts_for_its_sources_alone():
     """sums: 2·a. words: 2·a - b. other: no part with weight, so no reward; its values of a and b are not looked at."""
     parts = scored(a=[1.0, 2.0, 3.0, 4.0, 9.0], b=[NAN, 9.0, 1.0, 0.5, NAN], c=[5.0] * 5)
     terms = [
-        RewardTerm("a", 2.0, sources=("sums", "words")),
-        RewardTerm("b", -1.0, sources=("words",)),
-        RewardTerm("c", 0.0),
+        _RewardTerm("a", 2.0, sources=("sums", "words")),
+        _RewardTerm("b", -1.0, sources=("words",)),
+        _RewardTerm("c", 0.0),
     ]
     batch, stats = combine_rewards(responses(), parts, terms=terms, into="reward")
     assert batch["reward"][:4].tolist() == [2.0, 4.0, 5.0, 7.5] and batch["reward"][4].isnan()
@@ -58,7 +58,7 @@ def test_a_part_counts_for_its_sources_alone():
 def test_a_value_that_is_missing_fails_where_the_part_counts():
     parts, terms = (
         scored(a=[1.0] * 5, b=[NAN, NAN, NAN, 1.0, NAN]),
-        [RewardTerm("a"), RewardTerm("b", sources=("words",))],
+        [_RewardTerm("a"), _RewardTerm("b", sources=("words",))],
     )
     batch, stats = combine_rewards(responses(), parts, terms=terms, into="reward")
     assert batch["status"].tolist() == [0, 0, int(Status.ERROR), 0, 0] and stats["reward/b/failed"] == Total(1.0)
@@ -66,18 +66,18 @@ def test_a_value_that_is_missing_fails_where_the_part_counts():
 
 def test_if_no_part_is_for_the_rows_the_error_says_so():
     with pytest.raises(RewardError, match=r"no part with weight is for the sources of these rows"):
-        combine_rewards(responses(), scored(a=[1.0] * 5), terms=[RewardTerm("a", sources=("typo",))], into="reward")
+        combine_rewards(responses(), scored(a=[1.0] * 5), terms=[_RewardTerm("a", sources=("typo",))], into="reward")
 
 
 def test_moments_are_those_of_the_rows_that_have_the_part():
     """b over rows 2 and 3: mean 2, deviation 1; rows without it get a alone."""
     values = torch.tensor([[1.0, 2.0, 3.0, 4.0], [NAN, NAN, 1.0, 3.0]])
-    terms = [RewardTerm("a"), RewardTerm("b", 1.0, "batch", sources=("words",))]
+    terms = [_RewardTerm("a"), _RewardTerm("b", 1.0, "batch", sources=("words",))]
     expected = pytest.approx([1.0, 2.0, 3.0 - 1, 4.0 + 1], abs=1e-5)
     assert combine(values, torch.tensor([0, 0, 1, 1]), terms, {}).tolist() == expected
-    terms[1] = RewardTerm("b", 1.0, "group", sources=("words",))
+    terms[1] = _RewardTerm("b", 1.0, "group", sources=("words",))
     assert combine(values, torch.tensor([0, 0, 1, 1]), terms, {}).tolist() == expected
-    terms[1] = RewardTerm("b", 1.0, "running", sources=("words",))
+    terms[1] = _RewardTerm("b", 1.0, "running", sources=("words",))
     names = {"count": [0.0], "mean": [0.0], "squares": [0.0]}
     before = Batch(torch.zeros(1), {}, {k: torch.tensor(v, dtype=torch.float64) for k, v in names.items()})
     parts = scored(a=[1.0] * 5, b=[7.0, 7.0, 1.0, 3.0, 7.0])

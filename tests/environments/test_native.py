@@ -17,7 +17,7 @@ from coalign.data.batch import Batch
 from coalign.data.templates import load_template, read_samples
 from coalign.environments.conversation import find_environment
 from coalign.environments.parsers import ToolRequest
-from coalign.environments.tools import Toolbox
+from coalign.environments.tools import _Toolbox
 from coalign.rewards import episode as episode_reward
 from coalign.roles import Context
 from coalign.types import Status, Total
@@ -61,7 +61,7 @@ def prompts(directory, count: int = 3) -> Batch:
 
 async def calculates(episode, *, turns: int = 3):
     """The calculator's environment, with a policy of random weights: what it says is taken for a call."""
-    box = Toolbox.build(["calculator"], timeout=10, max_chars=100)
+    box = _Toolbox.build(["calculator"], timeout=10, max_chars=100)
     episode.begin(tools=box.descriptions)
     for turn in range(turns):
         said = await episode.generate(max_new_tokens=8)

@@ -13,7 +13,7 @@ from coalign.config.errors import ConfigError
 from coalign.environments.calculator import calculator, evaluate
 from coalign.environments.episode import Turn
 from coalign.environments.parsers import hermes, llama
-from coalign.environments.tools import build_tool, tool_use
+from coalign.environments.tools import _build_tool, tool_use
 from coalign.types import Status
 from tests.environments.helpers import TOKENIZER, chosen, episode, play
 
@@ -36,7 +36,7 @@ TOOLS = [
 
 
 def test_a_signature_is_the_description():
-    described = build_tool(f"{THERE}:lookup").description
+    described = _build_tool(f"{THERE}:lookup").description
     assert described == {
         "type": "function",
         "function": {
@@ -55,17 +55,17 @@ def test_a_signature_is_the_description():
     }
     assert (
         "numbers"
-        in build_tool("calculator").description["function"]["parameters"]["properties"]["expression"]["description"]
+        in _build_tool("calculator").description["function"]["parameters"]["properties"]["expression"]["description"]
     )
-    assert list(build_tool(f"{HERE}:meets").description["function"]["parameters"]["properties"]) == ["other"]
+    assert list(_build_tool(f"{HERE}:meets").description["function"]["parameters"]["properties"]) == ["other"]
 
 
 def test_keyword_only_parameters_are_configuration():
-    assert build_tool({"fn": f"{THERE}:lookup", "prefix": ">"}).configuration == {"prefix": ">"}
+    assert _build_tool({"fn": f"{THERE}:lookup", "prefix": ">"}).configuration == {"prefix": ">"}
     with pytest.raises(ConfigError, match=r"rollout\.tools\[0\]\.word"):
-        build_tool({"fn": f"{THERE}:lookup", "word": "x"})
+        _build_tool({"fn": f"{THERE}:lookup", "word": "x"})
     with pytest.raises(ValueError, match=r"'calculater' is not in coalign\.environments\.tools.*calculator"):
-        build_tool("calculater")
+        _build_tool("calculater")
 
 
 def turn(text: str) -> Turn:

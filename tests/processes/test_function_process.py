@@ -14,7 +14,7 @@ from coalign.backends.scorers.reward_functions import build_reward_function
 from coalign.config.functions import name_object
 from coalign.config.schema import RewardConfig
 from coalign.processes import function_process
-from coalign.processes.function_process import ProcessConnection
+from coalign.processes.function_process import _ProcessConnection
 from coalign.processes.function_program import CALL, HEADER, VALUE
 from coalign.rewards.calls import RewardCaller, RewardFailure
 from tests.rewards.samples import sample
@@ -99,7 +99,7 @@ def test_answers_are_read_though_a_call_could_not_be_sent_any_more(new_loop):
 
     async def exchange():
         ended = asyncio.Event()
-        connection = ProcessConnection(lambda *message: heard.append(message), ended.set)
+        connection = _ProcessConnection(lambda *message: heard.append(message), ended.set)
         ours, theirs = socket.socketpair()
         connection.keep_socket(ours)
         await asyncio.get_running_loop().create_connection(lambda: connection, sock=ours)

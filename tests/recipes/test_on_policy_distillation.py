@@ -12,7 +12,7 @@ from coalign import evaluate, load_config
 from coalign.data.batch import Batch
 from coalign.launch.plan import prepare
 from coalign.launch.trace import trace
-from coalign.recipes.distillation import assign_teachers, merge_teachers, select_for_teacher
+from coalign.recipes.distillation import _assign_teachers, _merge_teachers, _select_for_teacher
 from tests.runs import metrics, other_model, run, settings, weights_hash
 from tests.tiny import tiny_tokenizer
 
@@ -130,11 +130,11 @@ def test_the_teachers_of_rows_worked_by_hand():
     columns = {"loss_mask": torch.tensor([False, True, True, True, True]), "rollout_logprobs": torch.zeros(5)}
     batch = Batch(lengths, columns, {"rows": [{"teacher": "b"}, {}, {"teacher": "b"}]})
     names = ["teacher", "teacher_a", "teacher_b"]
-    assert assign_teachers(batch, names).tolist() == [2, 0, 2]
-    parts = [select_for_teacher(batch, name=name, names=names) for name in names]
+    assert _assign_teachers(batch, names).tolist() == [2, 0, 2]
+    parts = [_select_for_teacher(batch, name=name, names=names) for name in names]
     assert [part.lengths.tolist() for part in parts] == [[1], [2], [2, 2]]  # teacher_a has nothing to do
     said = [Batch(p.lengths, {"ref_logprobs": torch.full((p.tokens_total,), -1.0 - i)}) for i, p in enumerate(parts)]
-    merged, stats = merge_teachers(batch, *said, names=names)
+    merged, stats = _merge_teachers(batch, *said, names=names)
     assert merged["ref_logprobs"].tolist() == [-3.0, -3.0, -1.0, -3.0, -3.0]
     assert {name: (stat.sum, stat.count) for name, stat in stats.items()} == {
         "teacher_kl/teacher": (1.0, 1.0),
@@ -144,7 +144,7 @@ def test_the_teachers_of_rows_worked_by_hand():
     with pytest.raises(
         ValueError, match=r"a row has the teacher 'c', and there is no models\.teacher_c; expected 'a', 'b'"
     ):
-        assign_teachers(batch.with_(rows=[{"teacher": "c"}] * 3), names)
+        _assign_teachers(batch.with_(rows=[{"teacher": "c"}] * 3), names)
 
 
 def test_bad_teachers_are_named(tmp_path):

@@ -14,7 +14,7 @@ from coalign.config import ConfigError
 from coalign.data.batch import Batch
 from coalign.launch.check import check
 from coalign.launch.plan import prepare
-from coalign.recipes.reinforce import prompts_of, with_baseline
+from coalign.recipes.reinforce import _prompts_of, _with_baseline
 from coalign.report.display import Display
 from coalign.types import Stat, Status, Total
 from tests.runs import metrics, run, settings
@@ -131,7 +131,7 @@ def test_the_prompts_of_samples_are_each_group_once_without_responses():
         {"tokens": torch.tensor([1, 2, 9, 1, 2, 8, 7, 5, 6], dtype=torch.int32)},
         {"group": torch.tensor([4, 4, 2]), "prompt_length": torch.tensor([2, 2, 1]), "rows": [{"a": 1}, {"a": 1}, {}]},
     )
-    prompts = prompts_of(samples)
+    prompts = _prompts_of(samples)
     assert prompts["tokens"].tolist() == [1, 2, 5] and prompts.lengths.tolist() == [2, 1]
     assert prompts["group"].tolist() == [4, 2] and prompts["rows"] == [{"a": 1}, {}]
 
@@ -140,14 +140,14 @@ def test_each_sample_gets_the_reward_of_its_prompts_greedy_response():
     ok = torch.zeros(5, dtype=torch.uint8)
     samples = batch([7, 7, 3, 3, 9], status=ok)
     greedy = batch([3, 7], baseline=torch.tensor([0.25, -1.0]))  # that of 9 could not be scored
-    out = with_baseline(samples, greedy)
+    out = _with_baseline(samples, greedy)
     assert out["baseline"][:4].tolist() == [-1.0, -1.0, 0.25, 0.25]
     assert out["status"].tolist() == [0, 0, 0, 0, int(Status.ERROR)]
     assert ok.tolist() == [0] * 5
 
 
 def test_without_any_baseline_nothing_is_left():
-    out = with_baseline(batch([1], status=torch.zeros(1, dtype=torch.uint8)), batch([], baseline=torch.zeros(0)))
+    out = _with_baseline(batch([1], status=torch.zeros(1, dtype=torch.uint8)), batch([], baseline=torch.zeros(0)))
     assert out["status"].tolist() == [int(Status.ERROR)]
 
 

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from rich.text import Text
 
-from coalign.report.contact_sheet import SIDE, draw_thumbnail, link_image, write_contact_sheet, write_sample_sheet
+from coalign.report.contact_sheet import SIDE, _draw_thumbnail, link_image, write_contact_sheet, write_sample_sheet
 from tests.vision import picture
 
 
@@ -31,7 +31,7 @@ def test_a_page_has_texts_with_a_small_picture_above_each_link(tmp_path):
 def test_a_video_is_some_of_its_frames_side_by_side(tmp_path):
     frames = [Image.open(picture(tmp_path / f"{number}.png", (24, 16), number)) for number in range(7)]
     frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:], duration=250, loop=0)
-    assert Image.open(io.BytesIO(draw_thumbnail(str(tmp_path / "a.gif")))).size == (4 * 24, 16)
+    assert Image.open(io.BytesIO(_draw_thumbnail(str(tmp_path / "a.gif")))).size == (4 * 24, 16)
 
 
 @pytest.mark.parametrize(("name", "content"), [("gone.png", None), ("text.png", b"no image")])

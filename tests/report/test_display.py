@@ -15,13 +15,13 @@ from coalign.report.step_line import (
     ROLLOUTS,
     ROWS,
     RunTotals,
+    _sum_phase_seconds,
     describe_goodput,
     format_fields,
     format_goodput,
     format_idle,
     format_number,
     format_seconds,
-    sum_phase_seconds,
 )
 from coalign.types import Sample, Status
 
@@ -172,7 +172,7 @@ def test_fields_that_a_step_lacks_are_left_out():
 
 
 def test_phases_sum_the_calls_of_all_models():
-    seconds = sum_phase_seconds(
+    seconds = _sum_phase_seconds(
         METRICS | {"time/value_trainer.train_step": 1.0, "time/eval": 2.0, "memory/policy.generate": 9}
     )
     assert seconds == pytest.approx({"gen": 2.1, "score": 0.4, "train": 3.9, "sync": 0.01, "eval": 2.0})

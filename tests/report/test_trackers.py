@@ -16,7 +16,7 @@ from coalign import load_config
 from coalign.config.errors import ConfigError
 from coalign.config.schema import TrackerConfig
 from coalign.report import trackers
-from coalign.report.trackers import Tracker, TrackerFeed, clean_mlflow_name, read_ids, start_trackers
+from coalign.report.trackers import TrackerFeed, _clean_mlflow_name, _read_ids, _Tracker, start_trackers
 from tests.runs import run, settings
 
 SAMPLES = [
@@ -98,8 +98,8 @@ def read_swanlab(folder: Path):
 def read_trackio(folder: Path):
     from trackio.sqlite_storage import SQLiteStorage
 
-    logs = SQLiteStorage.get_logs("sums", read_ids(folder / "trackers.json")["trackio"])
-    assert SQLiteStorage.get_runs("sums") == [read_ids(folder / "trackers.json")["trackio"]]
+    logs = SQLiteStorage.get_logs("sums", _read_ids(folder / "trackers.json")["trackio"])
+    assert SQLiteStorage.get_runs("sums") == [_read_ids(folder / "trackers.json")["trackio"]]
     [table, *_] = [each["samples/train"]["_value"] for each in logs if "samples/train" in each]
     return [(e["step"], e["loss/value"]) for e in logs if "loss/value" in e], [list(table[0]), list(table[0].values())]
 
@@ -126,7 +126,7 @@ def log_steps(name: str, folder: Path, points: list[tuple[int, float]]) -> str:
         feed.send(methodcaller("log", {"loss/value": loss, "eval/mean@4": 0.5, "odd": float("nan")}, step))
         feed.send(methodcaller("log_samples", "samples/train", SAMPLES, step))
     feed.close(failed=False)
-    return read_ids(folder / "trackers.json")[name]
+    return _read_ids(folder / "trackers.json")[name]
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -149,7 +149,7 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_the_tracker(tmp_path, monkeypa
     assert header == list(SAMPLES[0]) and [str(cell) for cell in row] == ["1", "1+1|\n", "ü", "1.0"]
 
 
-class Unreliable(Tracker):
+class Unreliable(_Tracker):
     """Fails as often as ``fails`` says, and refuses the step 13."""
 
     def __init__(self, fails: int) -> None:
@@ -215,7 +215,7 @@ def test_a_run_resumes_its_trackers_and_begins_anew_with_never(tmp_path):
     config = settings(tmp_path, "sft", steps=2, eval_at_start=False, trackers=["tensorboard"])
     assert run(config) == 0 and run(config, "runtime.steps=4") == 0
     folder = Path(config["output"])
-    assert read_ids(folder / "trackers.json") == {"tensorboard": "tensorboard"}
+    assert _read_ids(folder / "trackers.json") == {"tensorboard": "tensorboard"}
     assert len(list((folder / "tensorboard").iterdir())) == 2
     assert run(config, "runtime.resume=never", "runtime.steps=1") == 0
     assert len(list((folder / "tensorboard").iterdir())) == 1
@@ -253,4 +253,4 @@ def test_settings_that_cannot_work_are_named(tmp_path, runtime, message):
 
 
 def test_names_for_mlflow():
-    assert clean_mlflow_name("eval/gsm8k/mean@4") == "eval/gsm8k/mean_at_4"
+    assert _clean_mlflow_name("eval/gsm8k/mean@4") == "eval/gsm8k/mean_at_4"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from coalign.rewards.calls import BUGS, GiveUp, RewardCaller, RewardError, RewardFailure, RewardFunction, read_outcomes
+from coalign.rewards.calls import BUGS, GiveUp, RewardCaller, RewardError, RewardFailure, RewardFunction, _read_outcomes
 from coalign.rewards.thread_pool import MAX_HUNG
 from coalign.services import ServiceError
 from tests.rewards.samples import sample
@@ -465,5 +465,5 @@ def test_what_has_no_short_form_is_a_failure():
     for _ in range(100_000):
         nested = [nested]
     for value in (nested, [10**5000], {"reward": nested}):
-        (outcome,) = read_outcomes(RewardFunction("odd", abs), value, 1)
+        (outcome,) = _read_outcomes(RewardFunction("odd", abs), value, 1)
         assert outcome.reason == "wrong_type" and len(str(outcome)) < 300

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import coalign
-from coalign.run_files.metric_table import LANGUAGES, MetricEntry, describe_metric, find_entry, read_entries
+from coalign.run_files.metric_table import LANGUAGES, _find_entry, _MetricEntry, _read_entries, describe_metric
 
 PACKAGE = Path(coalign.__file__).parent
 LOGGING = ("algorithms", "backends", "cluster", "data", "engine", "environments", "recipes", "rewards", "weights")
@@ -83,7 +83,7 @@ def read_name(key: ast.AST) -> str | None:
     return None
 
 
-def is_logged_as(entry: MetricEntry, name: str) -> bool:
+def is_logged_as(entry: _MetricEntry, name: str) -> bool:
     """Whether code that logs ``name`` may log a metric of this entry."""
     return re.fullmatch(BEFORE + ".+".join(map(re.escape, name.split("*"))), entry.name) is not None
 
@@ -92,7 +92,7 @@ def test_every_metric_of_the_code_has_an_entry():
     names = {name for name, has_metric in list_keys().items() if has_metric} | list_counts()
     assert len(names) > 100 and "episode/tool_calls" in names  # the search finds them
     commands = {"logprobs/difference"}  # of `coalign check-sync`
-    missing = [name for name in names - commands if not any(is_logged_as(entry, name) for entry in read_entries())]
+    missing = [name for name in names - commands if not any(is_logged_as(entry, name) for entry in _read_entries())]
     assert missing == [], "metrics.yaml has no entry for these"
 
 
@@ -100,7 +100,7 @@ def test_every_entry_is_logged():
     names = {*list_keys(), *list_counts()}
     folders = [*(PACKAGE / room for room in LOGGING), *PACKAGE.parent.glob("packages/*/coalign_*")]
     texts = {text for folder in folders for path in folder.rglob("*.py") for text in read_words(path.read_text())}
-    for entry in read_entries():
+    for entry in _read_entries():
         assert any(is_logged_as(entry, name) for name in names), f"{entry.name} is logged nowhere"
         words = read_words(re.sub(r"<\w+>", "", entry.name))
         assert all(word in texts for word in words), f"{entry.name} is logged nowhere"
@@ -134,13 +134,13 @@ def read_words(text: str) -> list[str]:
     ],
 )
 def test_a_name_has_the_entry_that_says_most(name, entry, before):
-    match = find_entry(name)
+    match = _find_entry(name)
     assert match is not None and (match[0].name, match[1]) == (entry, before)
 
 
 @pytest.mark.parametrize("name", ["hook/seen", "seen", "eval", "eval/", "eval/mine/seen", "", "/"])
 def test_a_metric_of_a_run_of_its_own_has_none(name):
-    assert find_entry(name) is None and describe_metric(name) is None
+    assert _find_entry(name) is None and describe_metric(name) is None
 
 
 def test_a_description_is_one_sentence_with_its_unit():
@@ -148,7 +148,7 @@ def test_a_description_is_one_sentence_with_its_unit():
         "en": "value: Learning rate, as a mean over updates. [number]",
         "zh": "value: 学习率，对各次更新取平均。 [数]",
     }
-    for entry in read_entries():
+    for entry in _read_entries():
         for language in LANGUAGES:
             assert entry.meaning[language].endswith((".", "。")) and entry.unit[language], entry.name
         assert not re.search(r"\b(these|[Tt]he same)\b", entry.meaning["en"].replace("all the same", "")), entry.name

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from coalign.backends.engines.native import graphs
-from coalign.backends.engines.native.graphs import round_rows
+from coalign.backends.engines.native.graphs import _round_rows
 from coalign.backends.engines.request import Request
 from coalign.config.schema import SamplingConfig
 from coalign.devices import capture_graph, has_graphs
@@ -86,7 +86,7 @@ def test_a_graph_on_memory_that_was_freed_is_refused():
 
 @pytest.mark.quick
 def test_rows_are_rounded_up_by_half_at_most():
-    found = [round_rows(count) for count in (1, 8, 9, 17, 25, 33, 49, 65, 100, 129, 200, 256)]
+    found = [_round_rows(count) for count in (1, 8, 9, 17, 25, 33, 49, 65, 100, 129, 200, 256)]
     assert found == [8, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 256]
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from coalign.cluster.placement import nodes
-from coalign.cluster.placement.nodes import Accelerator
+from coalign.cluster.placement.nodes import _Accelerator
 from tests import runs
 
 pytestmark = pytest.mark.device
@@ -14,7 +14,7 @@ PARTS = ["weights", "gradients", "optimizer", "kv"]
 
 @pytest.fixture(autouse=True)
 def _cards(monkeypatch):
-    monkeypatch.setitem(nodes.ACCELERATORS, "GPU", Accelerator("standin", "STANDIN_VISIBLE_DEVICES"))
+    monkeypatch.setitem(nodes.ACCELERATORS, "GPU", _Accelerator("standin", "STANDIN_VISIBLE_DEVICES"))
 
 
 def on_cards(config, name, **runtime):

@@ -7,7 +7,7 @@ import torch
 
 from coalign.cluster.cluster import start_cluster
 from coalign.cluster.placement import nodes
-from coalign.cluster.placement.nodes import Accelerator
+from coalign.cluster.placement.nodes import _Accelerator
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig, SyncConfig
 from coalign.roles import Context
 from coalign.weights.sync.sync import WeightSync
@@ -23,7 +23,7 @@ quick = pytest.mark.quick
 @pytest.fixture
 def cluster(monkeypatch):
     """Two models on two cards of this process, or in turns on one."""
-    monkeypatch.setitem(nodes.ACCELERATORS, "GPU", Accelerator("standin", "STANDIN_VISIBLE_DEVICES"))
+    monkeypatch.setitem(nodes.ACCELERATORS, "GPU", _Accelerator("standin", "STANDIN_VISIBLE_DEVICES"))
     with ExitStack() as running:
 
         def start(**runtime):

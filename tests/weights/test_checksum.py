@@ -9,11 +9,11 @@ from coalign.weights.sync.checksums import (
     BLOCK,
     PIECE,
     SHARES,
+    _checksum_blocks,
+    _select_pieces,
     checksum,
-    checksum_blocks,
     checksum_tensors,
     copy_tensors,
-    select_pieces,
 )
 from coalign_cpu import operations
 
@@ -22,12 +22,12 @@ from coalign_cpu import operations
 def test_the_turns_see_every_byte_and_none_sees_nothing(size):
     seen = torch.zeros(size, dtype=torch.int32)
     for turn in range(5, 5 + SHARES):
-        looked_at = sum(stop - start for start, stop in select_pieces(size, turn))
+        looked_at = sum(stop - start for start, stop in _select_pieces(size, turn))
         assert 0 < looked_at <= max(size / SHARES, PIECE) + PIECE
-        for start, stop in select_pieces(size, turn):
+        for start, stop in _select_pieces(size, turn):
             seen[start:stop] += 1
     assert seen.min() > 0
-    assert list(select_pieces(size, None)) == [(0, size)]
+    assert list(_select_pieces(size, None)) == [(0, size)]
 
 
 @pytest.mark.parametrize("turn", [None, 3])
@@ -52,7 +52,7 @@ def test_a_damaged_byte_shows_in_one_turn_and_bytes_out_of_place_in_every_one():
     block = torch.randint(0, 256, (BLOCK,), dtype=torch.uint8)
     damaged = block.clone()
     damaged[9 * PIECE + 17] ^= 1
-    differs = lambda other, turn: checksum_blocks([block], turn) != checksum_blocks([other], turn)  # noqa: E731
+    differs = lambda other, turn: _checksum_blocks([block], turn) != _checksum_blocks([other], turn)  # noqa: E731
     differ = [differs(damaged, turn) for turn in range(SHARES)]
     assert differ == [turn == 9 % SHARES for turn in range(SHARES)]
     shifted = block.roll(64)

@@ -9,7 +9,7 @@ import pytest
 from coalign.config.schema import SyncConfig
 from coalign.roles import Context
 from coalign.weights.sync.shared_memory import CudaIpcTransport
-from coalign.weights.sync.sync import choose_transport_name
+from coalign.weights.sync.sync import _choose_transport_name
 from coalign.weights.sync.transport import WeightEndpoint, describe_endpoint
 from tests.weights.modules import Adopter, Sender
 
@@ -32,7 +32,7 @@ def at(host: str, gpu: str | None = None) -> WeightEndpoint:
     ],
 )
 def test_the_transport_that_fits(places, in_turns, transport):
-    assert choose_transport_name(places, in_turns) == transport
+    assert _choose_transport_name(places, in_turns) == transport
 
 
 def test_a_rank_knows_its_place():

@@ -26,7 +26,7 @@ def _bounded_exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def clip_range(clip_low: float, clip_high: float) -> tuple[float, float]:
+def _clip_range(clip_low: float, clip_high: float) -> tuple[float, float]:
     """(1 - clip_low, 1 + clip_high). ValueError for a negative setting: the ratio 1 must lie between."""
     if clip_low < 0 or clip_high < 0:
         raise ValueError(f"loss.clip_low is {clip_low} and loss.clip_high is {clip_high}: neither may be below 0")
@@ -45,7 +45,7 @@ def _sequence_mean(x: LossInput, values: Tensor) -> Tensor:
     return (sums / segment_count(x.segment, x.sequences).clamp(min=1))[x.segment].to(values)
 
 
-def add_policy_terms(
+def _add_policy_terms(
     x: LossInput,
     surrogate: Tensor,
     ratio: Tensor,
@@ -102,11 +102,11 @@ def add_policy_terms(
 
 
 def policy_loss(surrogate: Callable[..., Surrogate]) -> Loss:
-    """Make a loss of ``surrogate(x, *, settings)`` by applying `add_policy_terms`, whose settings it adds.
+    """Make a loss of ``surrogate(x, *, settings)`` by applying `_add_policy_terms`, whose settings it adds.
 
-    A surrogate that reads a setting of `add_policy_terms` repeats it as a parameter without a default.
+    A surrogate that reads a setting of `_add_policy_terms` repeats it as a parameter without a default.
     """
-    surrogate_parameters, shared = signature(surrogate).parameters, signature(add_policy_terms).parameters
+    surrogate_parameters, shared = signature(surrogate).parameters, signature(_add_policy_terms).parameters
     shared = {name: p for name, p in shared.items() if p.kind is p.KEYWORD_ONLY}
     read_by_both = {name: p.default for name, p in shared.items() if name in surrogate_parameters}
 
@@ -114,10 +114,10 @@ def policy_loss(surrogate: Callable[..., Surrogate]) -> Loss:
     def loss(x: LossInput, **settings: Any) -> LossOutput:
         shared_settings = {name: value for name, value in settings.items() if name in shared}
         read = {name: v for name, v in settings.items() if name in surrogate_parameters or name not in shared}
-        return add_policy_terms(x, *surrogate(x, **read_by_both | read), **shared_settings)
+        return _add_policy_terms(x, *surrogate(x, **read_by_both | read), **shared_settings)
 
     loss.__signature__ = Signature(list({**surrogate_parameters, **shared}.values()))  # pyright: ignore[reportAttributeAccessIssue]
-    loss.__annotations__ = get_type_hints(add_policy_terms) | get_type_hints(surrogate) | {"return": LossOutput}
+    loss.__annotations__ = get_type_hints(_add_policy_terms) | get_type_hints(surrogate) | {"return": LossOutput}
     loss.needs = _policy_needs  # pyright: ignore[reportAttributeAccessIssue]  (functions take attributes)
     return loss
 
@@ -153,7 +153,7 @@ def policy_gradient(
 
     max(-ρA, -clip(ρ, 1 - clip_low, 1 + clip_high) A), with ρ = π/π_old; DAPO (2503.14476) raises ``clip_high``. log ρ
     is clamped to ±20, where the gradient is 0. ``dual_clip`` c > 1 bounds the loss by -cA where A < 0 (1912.09729). The
-    other settings are those of `add_policy_terms`, as for all losses of a policy.
+    other settings are those of `_add_policy_terms`, as for all losses of a policy.
 
     Reads logprobs, old, advantages, and what those settings need; ValueError if one is missing.
     """
@@ -161,7 +161,7 @@ def policy_gradient(
         raise ValueError(f"loss.dual_clip is {dual_clip}: it bounds the ratio from above; use more than 1 (3 is usual)")
     logprobs, old, advantages = (x.require(name) for name in ("logprobs", "old", "advantages"))
     ratio = _bounded_exp(logprobs - old)
-    surrogate, stats = _clipped_surrogate(ratio, advantages, *clip_range(clip_low, clip_high))
+    surrogate, stats = _clipped_surrogate(ratio, advantages, *_clip_range(clip_low, clip_high))
     if dual_clip is not None:
         bound = -dual_clip * advantages
         too_far = (advantages < 0) & (surrogate > bound)
@@ -192,7 +192,7 @@ def gspo(
     length (LUSPO, 2602.05261), and `constant` divides by another constant. `token_mean` is refused. So are weights per
     token (``is_level: token``) in the form `sequence`, where all tokens are one event.
 
-    Reads and raises as policy_gradient does; the other settings are those of `add_policy_terms`.
+    Reads and raises as policy_gradient does; the other settings are those of `_add_policy_terms`.
     """
     if form == "sequence" and is_level == "token":
         raise ValueError("loss.is_level is 'token': `gspo` in the form `sequence` takes `sequence` or `product`")
@@ -203,7 +203,7 @@ def gspo(
     else:
         log_ratio = log_ratio.detach() + (logprobs - logprobs.detach())
     ratio = _bounded_exp(log_ratio)
-    surrogate, stats = _clipped_surrogate(ratio, advantages, *clip_range(clip_low, clip_high))
+    surrogate, stats = _clipped_surrogate(ratio, advantages, *_clip_range(clip_low, clip_high))
     return surrogate, ratio, stats
 
 
@@ -218,11 +218,11 @@ def cispo(x: LossInput, *, clip_low: float = 1.0, clip_high: float = 4.0) -> Sur
     the rare but important ones that PPO's clip silences first. By default there is no lower bound, as in the paper, and
     the upper one is 5 (2510.13786).
 
-    Reads and raises as policy_gradient does; the other settings are those of `add_policy_terms`.
+    Reads and raises as policy_gradient does; the other settings are those of `_add_policy_terms`.
     """
     logprobs, old, advantages = (x.require(name) for name in ("logprobs", "old", "advantages"))
     ratio = _bounded_exp(logprobs.detach() - old)
-    weight = ratio.clamp(*clip_range(clip_low, clip_high))
+    weight = ratio.clamp(*_clip_range(clip_low, clip_high))
     return -weight * advantages * logprobs, ratio, {"clip_fraction": Stat.of(weight != ratio)}
 
 
@@ -235,7 +235,7 @@ def sapo(x: LossInput, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Surrog
     value at ρ = 1 is -2A/τ, as in the paper, verl and TRL; only its gradient has a meaning.
 
     The paper's mean is `sequence_mean_token_mean`. Reads and raises as policy_gradient does, and ValueError for a
-    temperature that is not above 0; the other settings are those of `add_policy_terms`.
+    temperature that is not above 0; the other settings are those of `_add_policy_terms`.
     """
     if tau_pos <= 0 or tau_neg <= 0:
         raise ValueError(f"loss.tau_pos is {tau_pos} and loss.tau_neg is {tau_neg}: both temperatures must exceed 0")
@@ -257,9 +257,9 @@ def gmpo(x: LossInput, *, clip_low: float = 0.4, clip_high: float = 0.4, is_leve
     verl clips in the same way. The pseudo-code of the paper clips sgn(A) log ρ, which differs from its formula, and
     from this one, if the two ends of the range differ. Aggregations and `is_level` are those of gspo's form `sequence`.
 
-    Reads and raises as policy_gradient does; the other settings are those of `add_policy_terms`.
+    Reads and raises as policy_gradient does; the other settings are those of `_add_policy_terms`.
     """
-    clip_range(clip_low, clip_high)
+    _clip_range(clip_low, clip_high)
     if is_level == "token":
         raise ValueError("loss.is_level is 'token': in `gmpo` a response has one ratio; take `sequence` or `product`")
     logprobs, old, advantages = (x.require(name) for name in ("logprobs", "old", "advantages"))
@@ -282,7 +282,7 @@ def kl_cov(x: LossInput, *, cov_coef: float = 1.0) -> Surrogate:
     |log ρ| for the paper's KL(π_old ‖ π); its gradient is 0 in the first update of a batch, where ρ = 1.
 
     Reads and raises as policy_gradient does, and ValueError without that column; the other settings are those of
-    `add_policy_terms`.
+    `_add_policy_terms`.
     """
     logprobs, old, advantages = (x.require(name) for name in ("logprobs", "old", "advantages"))
     marked = x.require_column("high_covariance")
@@ -299,7 +299,7 @@ def reinforce(x: LossInput) -> Surrogate:
 
     On policy its gradient is that of policy_gradient. Later updates of a batch are not corrected for.
 
-    Reads logprobs and advantages; the other settings are those of `add_policy_terms`.
+    Reads logprobs and advantages; the other settings are those of `_add_policy_terms`.
     """
     logprobs, old, advantages = (x.require(name) for name in ("logprobs", "old", "advantages"))
     return -advantages * logprobs, _bounded_exp(logprobs.detach() - old), {}
@@ -315,7 +315,7 @@ def topr(x: LossInput, *, ratio_limit: float = 1.0, is_level: Level) -> Surrogat
     the ratio of each token. The paper's sum over tokens is the aggregation `sequence_mean_token_sum`.
 
     Reads logprobs, rollout, advantages. ValueError for a limit that is not above 0, and with `is_level`, which would
-    correct for the sampler twice; the other settings are those of `add_policy_terms`.
+    correct for the sampler twice; the other settings are those of `_add_policy_terms`.
     """
     if ratio_limit <= 0:
         raise ValueError(f"loss.ratio_limit is {ratio_limit}: it bounds the weight of a mistake and must exceed 0")

@@ -24,7 +24,7 @@ Decoder = Callable[[Sequence[str]], Callable[[list[int]], str]]  # stop strings 
 _INCOMPLETE = "\ufffd"  # what a tokenizer prints for a character of which some bytes are missing
 
 
-class StopFinder:
+class _StopFinder:
     """Watches one response as it grows. ``decode`` turns token ids into text. Each step decodes only the last few
     tokens and takes what the newest ones add to the text before them: a decoder may treat the first token of a text
     differently."""
@@ -165,13 +165,13 @@ class SubmittedRequest:
             prefilled, kept = prefilled + more[0], kept + more[1]
         return prefilled, kept
 
-    def find_stops(self, sampling: SamplingConfig, decoder: Decoder) -> StopFinder | None:
-        """Create the StopFinder of one sample, which has read the tokens generated; None if no string ends it."""
+    def find_stops(self, sampling: SamplingConfig, decoder: Decoder) -> _StopFinder | None:
+        """Create the _StopFinder of one sample, which has read the tokens generated; None if no string ends it."""
         request = self.request
         strings = sampling.stop if request.stop is None else request.stop
         if not strings:
             return None
-        finder = StopFinder(strings, decoder(strings))
+        finder = _StopFinder(strings, decoder(strings))
         for token in request.prompt[len(request.prompt) - request.generated :]:
             finder.push(token)
         return finder
@@ -183,7 +183,7 @@ class PartialResponse:
 
     submitted: SubmittedRequest
     offset: int
-    stops: StopFinder | None
+    stops: _StopFinder | None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)

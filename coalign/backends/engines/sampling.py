@@ -48,7 +48,7 @@ def sample(
     top-p and min-p. Temperature 0 takes the most likely token and reports its log-prob at temperature 1.
     """
     if seen is not None:
-        logits = penalise(logits.float(), seen, sampling.repetition_penalty)
+        logits = _penalise(logits.float(), seen, sampling.repetition_penalty)
     if sampling.temperature != 0 and not truncates(sampling) and operations.has_kernel(logits):
         return operations.draw_tokens(logits, uniform, sampling.temperature)
     logits = logits.float()
@@ -84,7 +84,7 @@ def read_choices(
     return [int(number) for number in numbers], values
 
 
-def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+def _penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Divide positive logits of seen tokens by ``penalty``, multiply negative ones (Keskar et al. 2019, CTRL)."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 

@@ -111,7 +111,7 @@ def _combine(states: Sequence[Any], change: Callable[[Sequence[Tensor]], Tensor]
     return made
 
 
-class TransformersModel(MetaModel):
+class _TransformersModel(MetaModel):
     """Any causal LM of transformers, with the attention that transformers chooses for it.
 
     ``batching``, which rows are computed together (BATCHINGS):
@@ -489,9 +489,9 @@ class _TransformersSession(QueuedSession[SubmittedRequest]):
 class _TransformersEngine(MetaModelEngine):
     """Generates with ``model``, with transformers' own cache. ``common``: the arguments of MetaModelEngine."""
 
-    model: TransformersModel
+    model: _TransformersModel
 
-    def __init__(self, model: TransformersModel, *, settings: TransformersConfig, **common: Any) -> None:
+    def __init__(self, model: _TransformersModel, *, settings: TransformersConfig, **common: Any) -> None:
         super().__init__(model, **common)
         self.settings = settings
 
@@ -504,7 +504,7 @@ class _TransformersEngine(MetaModelEngine):
             self.reserve(session, 0)
 
     def _load(self, weights: Iterable[tuple[str, Tensor]], *, adopt: bool) -> None:
-        """Also raises ValueError for an architecture that fails TransformersModel.probe."""
+        """Also raises ValueError for an architecture that fails _TransformersModel.probe."""
         self.model.load(weights, adopt=adopt)
         if self.version < 0:
             self.model.probe()
@@ -516,9 +516,9 @@ class TransformersModule(MetaModelModule):
     @classmethod
     def build_model(
         cls, architecture: PreTrainedConfig, config: ModelConfig, device: str, images: ImagesConfig | None = None
-    ) -> TransformersModel:
+    ) -> _TransformersModel:
         settings = cls.find_model_settings(config, device, images)
-        return TransformersModel(architecture, batching=config.transformers.batching, **settings)
+        return _TransformersModel(architecture, batching=config.transformers.batching, **settings)
 
     @classmethod
     def notes(cls, config: ModelConfig) -> Sequence[str]:

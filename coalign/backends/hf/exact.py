@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from coalign.config.schema import ModelConfig
 
 
-class TreeSum:
+class _TreeSum:
     """Adds tensors in a binary tree over their numbers: (0 + 1) + (2 + 3) …, with log2 of their count in memory."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class _ModuleReduction:
     """A reduce-scatter (torch.distributed.fsdp) of one module: an all-to-all of shards, and each rank's own sum."""
 
     def __init__(self, owner: LeafReduction) -> None:
-        self.owner, self.sum = owner, TreeSum()
+        self.owner, self.sum = owner, _TreeSum()
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)

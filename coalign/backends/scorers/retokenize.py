@@ -277,7 +277,7 @@ def align(student: Any, mine: Sequence[int], teacher: Any, theirs: Sequence[int]
     spans: list[Span] = []
     if student_tokens and teacher_tokens:
         ends = [
-            [min(max(end - lead, 0), length) for end in find_token_ends(*side)]
+            [min(max(end - lead, 0), length) for end in _find_token_ends(*side)]
             for side, lead in zip(sides, leads, strict=True)
         ]
         cuts = sorted(({*ends[0]} & {*ends[1]}) - {0}) or [0]
@@ -290,7 +290,7 @@ def align(student: Any, mine: Sequence[int], teacher: Any, theirs: Sequence[int]
     return [span for span in spans if all(span)]
 
 
-def find_token_ends(tokenizer: Any, tokens: Sequence[int]) -> list[int]:
+def _find_token_ends(tokenizer: Any, tokens: Sequence[int]) -> list[int]:
     """The number of characters of the text that are complete after each token. A token inside of a character gets the
     end of the token that completes it. Only a few tokens are decoded at a time, each with those before it, on which the
     space at its beginning may depend."""

@@ -26,7 +26,7 @@ class NoPlaceError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Accelerator:
+class _Accelerator:
     """A type of device: torch's name, and the environment variable that makes devices ``visible`` to a process."""
 
     device: str
@@ -41,11 +41,11 @@ class Accelerator:
         return shown.split(",") if shown else [str(number) for number in range(count)]
 
 
-STAND_IN = Accelerator("cpu", "COALIGN_VISIBLE_DEVICES")
-ACCELERATORS: Mapping[str, Accelerator] = {
-    "GPU": Accelerator("cuda", "CUDA_VISIBLE_DEVICES"),
-    "NPU": Accelerator("npu", "ASCEND_RT_VISIBLE_DEVICES"),
-    "HPU": Accelerator("hpu", "HABANA_VISIBLE_MODULES"),
+STAND_IN = _Accelerator("cpu", "COALIGN_VISIBLE_DEVICES")
+ACCELERATORS: Mapping[str, _Accelerator] = {
+    "GPU": _Accelerator("cuda", "CUDA_VISIBLE_DEVICES"),
+    "NPU": _Accelerator("npu", "ASCEND_RT_VISIBLE_DEVICES"),
+    "HPU": _Accelerator("hpu", "HABANA_VISIBLE_MODULES"),
 }
 
 
@@ -53,7 +53,7 @@ DEVICES = {"cuda": "GPU", "rocm": "GPU", "hip": "GPU", "gpu": "GPU", "npu": "NPU
 NOT_SUPPORTED = ("xpu", "tpu", "mps", "mlu", "musa")
 
 
-def find_accelerator(resource: str) -> Accelerator:
+def find_accelerator(resource: str) -> _Accelerator:
     """The type of device behind a Ray resource; an unknown resource stands for devices on a machine without any.
 
     ValueError for the name of a device that is no such resource, or that nothing here supports.
@@ -64,7 +64,7 @@ def find_accelerator(resource: str) -> Accelerator:
     return ACCELERATORS.get(resource, STAND_IN)
 
 
-def find_device_kind(device: str) -> Accelerator:
+def find_device_kind(device: str) -> _Accelerator:
     """Return the type of device that torch calls ``device``. ValueError for one that nothing here supports."""
     for accelerator in ACCELERATORS.values():
         if accelerator.device == device:

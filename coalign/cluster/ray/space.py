@@ -69,7 +69,7 @@ class StoreSpace:
 def check_ray() -> None:
     """Check that Ray is installed and can ask for a token. ImportError if it is missing, ValueError if it is older."""
     try:
-        check_ray_version(version("ray"))
+        _check_ray_version(version("ray"))
     except PackageNotFoundError:
         raise ImportError(
             "runtime.cluster: this run needs ray (its models have several processes, or it says so), which is not "
@@ -77,7 +77,7 @@ def check_ray() -> None:
         ) from None
 
 
-def check_ray_version(installed: str) -> None:
+def _check_ray_version(installed: str) -> None:
     """Check that Ray can ask for a token. ValueError for an older version."""
     if Version(installed) < Version(LEAST_VERSION):
         raise ValueError(

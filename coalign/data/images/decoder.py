@@ -87,15 +87,15 @@ def decode(
 
 
 @cache
-def _start_pool(pid: int) -> queue.LifoQueue[DecodingProcess]:
+def _start_pool(pid: int) -> queue.LifoQueue[_DecodingProcess]:
     """The decoders of a process, started when needed; a fork of it has its own. The one used last comes first."""
-    pool: queue.LifoQueue[DecodingProcess] = queue.LifoQueue()
+    pool: queue.LifoQueue[_DecodingProcess] = queue.LifoQueue()
     for _ in range(_POOL_SIZE):
-        pool.put(DecodingProcess())
+        pool.put(_DecodingProcess())
     return pool
 
 
-class DecodingProcess:
+class _DecodingProcess:
     """The parent's end of one process: started for the first picture, and again after it was killed or died."""
 
     def __init__(self) -> None:

@@ -37,7 +37,7 @@ class UnfinishedFiles(Protocol):
         ...
 
 
-class CheckpointWriting:
+class _CheckpointWriting:
     """A checkpoint that is being written."""
 
     def __init__(self, step: int, aside: Path, files: UnfinishedFiles | None, cleanup: ExitStack) -> None:
@@ -68,7 +68,7 @@ class Checkpoints:
         self.keep = keep
         self.hashes = hashes
         self.on_complete: Callable[[int], None] = lambda step: None
-        self._writing: CheckpointWriting | None = None
+        self._writing: _CheckpointWriting | None = None
 
     def steps(self) -> list[int]:
         """Return the steps with a complete checkpoint, ascending. Their files are not verified."""
@@ -89,7 +89,7 @@ class Checkpoints:
             aside = cleanup.enter_context(write_atomically(self.path(step)))
             aside.mkdir(parents=True)
             files = write_files(aside)
-            self._writing = CheckpointWriting(step, aside, files, cleanup.pop_all())
+            self._writing = _CheckpointWriting(step, aside, files, cleanup.pop_all())
         self._writing.done = begin_in_thread(partial(self._complete, self._writing), "coalign-checkpoint")
 
     def poll(self) -> None:
@@ -148,14 +148,14 @@ class Checkpoints:
         """Delete all checkpoints."""
         delete_path(self.directory)
 
-    def _complete(self, writing: CheckpointWriting) -> None:
+    def _complete(self, writing: _CheckpointWriting) -> None:
         """Seal and verify a checkpoint once its files are written. Runs in a thread."""
         with writing.cleanup:
             self._wait_for_reports(writing)
             self._seal(writing)
         flush_path(self.directory)
 
-    def _wait_for_reports(self, writing: CheckpointWriting) -> None:
+    def _wait_for_reports(self, writing: _CheckpointWriting) -> None:
         """Wait until all files are written. OSError if one cannot be; _Cancelled."""
         waiting = [*writing.paths]
         while waiting:
@@ -169,7 +169,7 @@ class Checkpoints:
             delete_report(path)
         writing.reported.set()
 
-    def _seal(self, writing: CheckpointWriting) -> None:
+    def _seal(self, writing: _CheckpointWriting) -> None:
         aside, entries = writing.aside, dict[str, dict[str, Any]]()
         for file in sorted(path for path in aside.rglob("*") if path.is_file()):
             if writing.cancelled.is_set():

@@ -39,7 +39,7 @@ _FORMER_MANIFEST = "manifest.before.json"  # the run was continued from an earli
 _PROGRESS_SECONDS = 10.0  # between two lines of progress at the end of a run
 
 
-class RemoteError(OSError):
+class _RemoteError(OSError):
     """The copies cannot be read."""
 
 
@@ -74,8 +74,8 @@ def check_url(url: str, output: str) -> None:
 def find_newest_anywhere(memory: Checkpoints, disk: Checkpoints, remote: RemoteCheckpoints | None) -> Path | None:
     """Return the newest intact checkpoint in memory, on disk or among the copies, which is then downloaded.
 
-    None without any. CorruptCheckpoint if there are some and all fail; RemoteError if there is none here and the copies
-    cannot be read.
+    None without any. CorruptCheckpoint if there are some and all fail; _RemoteError if there is none here and the
+    copies cannot be read.
     """
     if remote is None:
         return find_newest(memory, disk)
@@ -86,9 +86,9 @@ def find_newest_anywhere(memory: Checkpoints, disk: Checkpoints, remote: RemoteC
         problem = error
     try:
         newer = remote.fetch_newer(-1 if newest is None else find_step(newest))
-    except RemoteError as error:
+    except _RemoteError as error:
         if newest is None:
-            raise RemoteError(
+            raise _RemoteError(
                 f"{problem or f'{disk.directory} has no checkpoint'}, and {error}. Once they can be read, the same "
                 "command continues; `runtime.resume=never` begins anew"
             ) from error
@@ -104,7 +104,7 @@ def find_newest_anywhere(memory: Checkpoints, disk: Checkpoints, remote: RemoteC
 
 
 def fetch_checkpoint(url: str, disk: Checkpoints) -> Path:
-    """Download the checkpoint …/step_N. Raises CorruptCheckpoint, or RemoteError."""
+    """Download the checkpoint …/step_N. Raises CorruptCheckpoint, or _RemoteError."""
     parent, _, name = url.rstrip("/").rpartition("/")
     return RemoteCheckpoints(parent, disk).fetch(find_step(Path(name)))
 
@@ -316,7 +316,7 @@ class RemoteCheckpoints:
     def fetch_newer(self, step: int) -> Path | None:
         """Download the newest intact copy after ``step``; None without any. Those that fail are logged.
 
-        CorruptCheckpoint if there are some and all fail; RemoteError.
+        CorruptCheckpoint if there are some and all fail; _RemoteError.
         """
         with _reading(self.url):
             copies = self._list()
@@ -397,14 +397,14 @@ class RemoteCheckpoints:
 
 @contextmanager
 def _reading(url: str) -> Iterator[None]:
-    """Turn an error of reading into RemoteError; CorruptCheckpoint passes."""
+    """Turn an error of reading into _RemoteError; CorruptCheckpoint passes."""
     try:
         yield
     except CorruptCheckpoint:
         raise
     except Exception as problem:
         text = hide_secrets(describe_problem(problem))
-        raise RemoteError(f"the copies at {url} cannot be read ({text})") from problem
+        raise _RemoteError(f"the copies at {url} cannot be read ({text})") from problem
 
 
 def _check_sizes(entries: dict[str, dict[str, Any]], sizes: dict[str, int], checkpoint: str) -> None:

@@ -67,7 +67,7 @@ class Guards(Hook):
 
     def refuses(self, engine: Engine, stats: Stats, batch: BatchRef) -> bool:
         """Raises ValueError if a threshold is set on a metric that no loss reports."""
-        broken, exceeded = list_non_finite(stats), list_exceeded(stats, self.config)
+        broken, exceeded = _list_non_finite(stats), _list_exceeded(stats, self.config)
         self.unhealthy = self.unhealthy + 1 if broken or exceeded else 0
         engine.progress.judge_step(not self.unhealthy)
         stats["guards/unhealthy"] = Total(self.unhealthy)
@@ -95,7 +95,7 @@ class Guards(Hook):
         suffix = f"_after_{self.rollbacks}_rollbacks" if self.rollbacks else ""
         dump = self.folder.path / "failed" / f"step_{engine.step}{suffix}.pt"
         with Sink(str(dump)).survive():
-            write_dump(dump, engine.step, batch.fetch(), stats, reasons)
+            _write_dump(dump, engine.step, batch.fetch(), stats, reasons)
         if self.config.action == "rollback" and self.rollbacks < self.config.max_rollbacks:
             self._roll_back(engine)
             log.warning("%s. Its batch is in %s. Continuing from step %d with later data", message, dump, engine.step)
@@ -153,7 +153,7 @@ class FlatRewards(Hook):
         self.flat = state["flat"]
 
 
-def list_non_finite(stats: Stats) -> list[str]:
+def _list_non_finite(stats: Stats) -> list[str]:
     """Describe the losses and gradient norms of all trained models that are NaN or infinite."""
     problems = []
     for name, metric in stats.items():
@@ -167,7 +167,7 @@ def list_non_finite(stats: Stats) -> list[str]:
     return problems
 
 
-def list_exceeded(stats: Stats, config: GuardsConfig) -> list[str]:
+def _list_exceeded(stats: Stats, config: GuardsConfig) -> list[str]:
     """Describe the thresholds that the step's metrics exceed; NaN exceeds all of them.
 
     A step without an update may lack the metrics. Otherwise raises what `check_reported` raises.
@@ -196,7 +196,7 @@ def _thresholds(config: GuardsConfig) -> Iterator[tuple[str, str, float]]:
     return ((key, name, limit) for key, name in METRICS.items() if (limit := getattr(config, key)) is not None)
 
 
-def write_dump(path: Path, step: int, batch: Batch, stats: Stats, reasons: list[str]) -> None:
+def _write_dump(path: Path, step: int, batch: Batch, stats: Stats, reasons: list[str]) -> None:
     """Write the file that `read_dump` reads."""
     path.parent.mkdir(exist_ok=True)
     torch.save({"step": step, "reasons": reasons, "metrics": flatten_stats(stats), "batch": to_plain(batch)}, path)
@@ -205,7 +205,7 @@ def write_dump(path: Path, step: int, batch: Batch, stats: Stats, reasons: list[
 def read_dump(path: str | Path) -> tuple[Batch, dict[str, Any]]:
     """Return the batch of an unhealthy step, as the environment made it, and ``step``, ``reasons``, ``metrics``.
 
-    Raises ValueError for a file that `write_dump` has not written.
+    Raises ValueError for a file that `_write_dump` has not written.
     """
     try:
         dump = load_plain(path)

@@ -69,7 +69,7 @@ class RolloutFiles:
 
     def _decode_pieces(self, batch: Batch, tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
         tokens = batch["tokens"].unique().tolist()
-        self._pieces |= {token: decode_piece(tokenizer, token) for token in tokens if token not in self._pieces}
+        self._pieces |= {token: _decode_piece(tokenizer, token) for token in tokens if token not in self._pieces}
         return {token: self._pieces[token] for token in tokens}
 
     def _write(self, step: int, rollouts: list[LoggedRollouts]) -> None:
@@ -85,7 +85,7 @@ class RolloutFiles:
                     for kept_step in list_rollout_steps(self.run)
                 }
             self._sizes[step] = path.stat().st_size
-            for old in list_excess(self._sizes, self.keep):
+            for old in _list_excess(self._sizes, self.keep):
                 self._delete(old)
 
     def _delete_later(self, step: int) -> None:
@@ -99,7 +99,7 @@ class RolloutFiles:
             self._sizes.pop(step, None)
 
 
-def list_excess(sizes: Mapping[int, int], keep: int, max_bytes: int = MAX_TOTAL_BYTES) -> list[int]:
+def _list_excess(sizes: Mapping[int, int], keep: int, max_bytes: int = MAX_TOTAL_BYTES) -> list[int]:
     """Return the oldest steps beyond the newest ``keep``, and beyond those whose files have ``max_bytes`` together.
 
     ``sizes`` are the bytes of the files by step.
@@ -133,7 +133,7 @@ def _select_columns(batch: Batch, pieces: dict[int, str]) -> LoggedRollouts:
     )
 
 
-def decode_piece(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+def _decode_piece(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
     """Return the text of one token alone, with the space that begins a word."""
     text, piece = decode(tokenizer, [token]), tokenizer.convert_ids_to_tokens(token)
     has_lost_space = isinstance(piece, str) and piece.startswith(_WORD_START) and not text.startswith(" ")

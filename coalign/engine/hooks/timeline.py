@@ -28,7 +28,7 @@ _MIN_WAIT_SECONDS = 1e-3  # shorter waits are not drawn
 
 
 @dataclass(frozen=True, slots=True)
-class CallEvent:
+class _CallEvent:
     """A call in the trace: ``made`` and each span's start are seconds since the epoch, ``memory`` is in bytes."""
 
     call: Call
@@ -56,12 +56,12 @@ class Timeline(Hook):
         self.folder = folder
         self.every = every
         self._sink = Sink(str(folder))
-        self._ended: deque[CallEvent] = deque()
+        self._ended: deque[_CallEvent] = deque()
         self._phases: list[tuple[float, str]] = []  # (start, phase) since the last trace
 
     def note(self, future: Future, outcome: Outcome) -> None:
         """Record a call that has ended. Any thread may call this."""
-        self._ended.append(CallEvent(future.call, future.created_at, tuple(future.spans), outcome.memory))
+        self._ended.append(_CallEvent(future.call, future.created_at, tuple(future.spans), outcome.memory))
 
     def phase(self, name: str) -> None:
         """The engine enters a phase; `rollout` is the first one of a step."""
@@ -71,15 +71,15 @@ class Timeline(Hook):
         ended_at = time.time()
         started_at = next(entered_at for entered_at, name in reversed(self._phases) if name == "rollout")
         events = [self._ended.popleft() for _ in range(len(self._ended))]
-        events += list_running_calls(engine.cluster.list_pending_calls(), ended_at)
+        events += _list_running_calls(engine.cluster.list_pending_calls(), ended_at)
         processes = {name: model.processes for name, model in engine.cluster.models.items()}
-        shares = compute_idle_shares(events, processes, started_at, ended_at)
+        shares = _compute_idle_shares(events, processes, started_at, ended_at)
         stats |= {f"idle/{name}": Stat(share) for name, share in shares.items()}
         phases, self._phases = self._phases, [(ended_at, self._phases[-1][1])]
         if self.every and engine.step % self.every == 0:
             since = phases[0][0]  # includes the hooks after the last step, and attempts that were lost
             shown = [event for event in events if event.stop > since]
-            trace = build_trace([*build_phase_events(phases, ended_at), *shown], since, ended_at)
+            trace = _build_trace([*_build_phase_events(phases, ended_at), *shown], since, ended_at)
             with self._sink.survive():
                 self.folder.mkdir(exist_ok=True)
                 (self.folder / f"step_{engine.step}.json").write_text(json.dumps(trace))
@@ -115,27 +115,27 @@ class StepProfiler(Hook):
                     future.result()
 
 
-def build_phase_events(entered: Sequence[tuple[float, str]], ended: float) -> list[CallEvent]:
+def _build_phase_events(entered: Sequence[tuple[float, str]], ended: float) -> list[_CallEvent]:
     """Return the phases of a step as events. Each phase lasts until the next one."""
     stops = [when for when, _ in entered[1:]] + [ended]
     return [
-        CallEvent(Call(LOOP, name), start, (Span(LOOP, "", start, stop - start),))
+        _CallEvent(Call(LOOP, name), start, (Span(LOOP, "", start, stop - start),))
         for (start, name), stop in zip(entered, stops, strict=True)
     ]
 
 
-def list_running_calls(futures: Sequence[Future], now: float) -> list[CallEvent]:
+def _list_running_calls(futures: Sequence[Future], now: float) -> list[_CallEvent]:
     """Return calls that have not ended as events, with the time computed until now."""
     events = []
     for future in futures:
         running = [task for task in future.running if not task.meta.done()]
         busy = [Span(task.worker, "", task.submitted_at, now - task.submitted_at) for task in running]
-        events.append(CallEvent(future.call, future.created_at, (*future.spans, *busy)))
+        events.append(_CallEvent(future.call, future.created_at, (*future.spans, *busy)))
     return events
 
 
-def compute_idle_shares(
-    events: Sequence[CallEvent], processes: Mapping[str, int], started_at: float, ended_at: float
+def _compute_idle_shares(
+    events: Sequence[_CallEvent], processes: Mapping[str, int], started_at: float, ended_at: float
 ) -> dict[str, float]:
     """Return the share of ``started_at`` to ``ended_at`` in which the processes of each model did not compute."""
     busy = dict.fromkeys(processes, 0.0)
@@ -148,7 +148,7 @@ def compute_idle_shares(
     return {name: max(0.0, 1.0 - seconds / (duration * processes[name])) for name, seconds in busy.items()}
 
 
-def build_trace(events: Sequence[CallEvent], started_at: float, ended_at: float) -> dict[str, Any]:
+def _build_trace(events: Sequence[_CallEvent], started_at: float, ended_at: float) -> dict[str, Any]:
     """Return a trace from ``started_at`` to ``ended_at`` in Chrome's trace event format (Perfetto, chrome://tracing).
 
     Each model is a process of the trace, each of its replicas or ranks a thread. Asynchronous slices show how long

@@ -41,7 +41,7 @@ _ENDING = ".rollouts"
 _COMPRESSED = 0.9  # a column is compressed if that leaves at most this share of its bytes
 
 
-def encode_samples(prompts: Batch, samples: Batch) -> tuple[list[dict[str, Any]], bytes] | None:
+def _encode_samples(prompts: Batch, samples: Batch) -> tuple[list[dict[str, Any]], bytes] | None:
     """Return a description of each column of ``samples``, and their bytes one after the other.
 
     Tokens of prompts and columns of objects are left out, since ``prompts`` have them. None if the samples do not begin
@@ -75,8 +75,8 @@ def encode_samples(prompts: Batch, samples: Batch) -> tuple[list[dict[str, Any]]
     return columns, b"".join(packed)
 
 
-def decode_samples(prompts: Batch, columns: Sequence[Mapping[str, Any]], content: bytes) -> Batch:
-    """Return the samples of these prompts from the result of ``encode_samples``."""
+def _decode_samples(prompts: Batch, columns: Sequence[Mapping[str, Any]], content: bytes) -> Batch:
+    """Return the samples of these prompts from the result of ``_encode_samples``."""
     tensors, start = dict[str, Tensor](), 0
     for column in columns:
         tensors[column["name"]] = _unpack(content[start : start + column["bytes"]], column)
@@ -260,7 +260,7 @@ class FinishedRollouts:
             return
         try:
             samples = BatchRef.of(task.meta.result(), task.payload, self._store).fetch()
-            encoded = encode_samples(prompts.fetch(), samples)
+            encoded = _encode_samples(prompts.fetch(), samples)
         except Exception as problem:  # the payload is lost, with its process
             log.debug("rollouts are not kept: %s", describe_problem(problem))
             return
@@ -320,7 +320,7 @@ class FinishedRollouts:
         if record is None or zlib.crc32(content) != record["sum"]:
             log.warning("rollouts of %s are generated again: the checksum of some is wrong", path)
             return None
-        return decode_samples(prompts, record["columns"], content)
+        return _decode_samples(prompts, record["columns"], content)
 
 
 def _read_pieces(file: Any) -> Iterator[tuple[int, dict[str, Any] | None]]:

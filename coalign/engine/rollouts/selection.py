@@ -70,7 +70,7 @@ class Curriculum:
         return {"curriculum/pass_rate": Stat.of(shares["share"]), "curriculum/known": Stat(float(len(self.shares)))}
 
     def _is_wanted(self, row: Mapping[str, Any], step: int) -> bool:
-        share, measured = self.shares.get(hash_row(row), (None, 0))
+        share, measured = self.shares.get(_hash_row(row), (None, 0))
         if share is None or (self.config.forget is not None and step - measured >= self.config.forget):
             return True
         return self.config.low <= share <= self.config.high
@@ -87,7 +87,7 @@ def pass_rates(batch: Batch, *, solved: float) -> Batch:
     groups, member = torch.unique(batch["group"], return_inverse=True)
     count = torch.bincount(member, minlength=len(groups))
     right: Tensor = torch.bincount(member, weights=(batch["reward"] >= solved).double(), minlength=len(groups))
-    keys = [hash_row(row) for row in _list_first_rows(batch, member)]
+    keys = [_hash_row(row) for row in _list_first_rows(batch, member)]
     return Batch(torch.zeros(len(groups)), {}, {"share": right / count, "key": keys})
 
 
@@ -99,7 +99,7 @@ def _list_first_rows(batch: Batch, member: Tensor) -> list[Mapping[str, Any]]:
     return [first[group] for group in sorted(first)]
 
 
-def hash_row(row: Mapping[str, Any]) -> str:
+def _hash_row(row: Mapping[str, Any]) -> str:
     """Hash the content of a row of data, without its position in the file."""
     content = {key: value for key, value in row.items() if key not in (*MARKS, SOURCE_KEY)}
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
@@ -137,7 +137,7 @@ def find_sources(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     return {source: torch.tensor([name == source for name in names]) for source in sorted(set(names))}
 
 
-class ResponseLengths:
+class _ResponseLengths:
     """Remembers the mean response length (tokens) of each prompt, so that replicas of a policy get equal work.
 
     Prompts are identified by the content of their rows; a new one counts as average.
@@ -149,7 +149,7 @@ class ResponseLengths:
     def expect(self, prompts: Batch) -> Batch:
         """Add the column ``expected_tokens`` (at least 1) to the prompts."""
         average = sum(self.lengths.values()) / len(self.lengths) if self.lengths else 1.0
-        expected = [self.lengths.get(hash_row(row), average) for row in prompts["rows"]]
+        expected = [self.lengths.get(_hash_row(row), average) for row in prompts["rows"]]
         return prompts.with_(expected_tokens=torch.tensor(expected).round().clamp(min=1).int())
 
     def note(self, lengths: Batch) -> None:
@@ -170,7 +170,7 @@ def response_lengths(batch: Batch) -> Batch:
     groups, member = torch.unique(batch["group"], return_inverse=True)
     chosen = torch.bincount(member[batch.segment[batch["loss_mask"]]], minlength=len(groups))
     length = chosen.double() / torch.bincount(member, minlength=len(groups))
-    keys = [hash_row(row) for row in _list_first_rows(batch, member)]
+    keys = [_hash_row(row) for row in _list_first_rows(batch, member)]
     return Batch(torch.zeros(len(groups)), {}, {"length": length, "key": keys})
 
 
@@ -228,7 +228,7 @@ class GroupSelection:
     filter: partial[Any] | None = None
     replay: Replay | None = None
     curriculum: Curriculum | None = None
-    lengths: ResponseLengths | None = None
+    lengths: _ResponseLengths | None = None
     add_budgets: Callable[[Batch], Batch] | None = None
 
 
@@ -283,7 +283,7 @@ def build_group_selection(plan: Plan, cluster: Cluster, loader: Loader) -> Group
         filter=plan.filter,
         replay=Replay(cluster, plan.replay, config.replay.steps) if plan.replay and config.replay else None,
         curriculum=Curriculum(config.curriculum, loader) if config.curriculum else None,
-        lengths=ResponseLengths() if policy and find_footprint("policy", policy).data_parallel_size > 1 else None,
+        lengths=_ResponseLengths() if policy and find_footprint("policy", policy).data_parallel_size > 1 else None,
         add_budgets=budgets,
     )
 

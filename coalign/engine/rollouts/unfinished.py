@@ -84,7 +84,7 @@ class UnfinishedGroups:
             return policy.generate(prompts, record=record, **sampling)
         if self._unfinished is not None:
             options = {"samples": self.samples, "oldest_version": self.oldest_version}
-            prompts = self.cluster.transform(continue_groups, self._unfinished, prompts, **options)
+            prompts = self.cluster.transform(_continue_groups, self._unfinished, prompts, **options)
         out = policy.generate(
             prompts, round_tokens=self.config.round_tokens, min_complete=self.min_complete, **sampling
         )
@@ -118,7 +118,7 @@ class UnfinishedGroups:
         self._unfinished = None if unfinished is None else self.cluster.put(unfinished)
 
 
-def continue_groups(unfinished: Batch, prompts: Batch, *, samples: int, oldest_version: int) -> tuple[Batch, Stats]:
+def _continue_groups(unfinished: Batch, prompts: Batch, *, samples: int, oldest_version: int) -> tuple[Batch, Stats]:
     """Put ``samples`` new samples of each prompt after the unfinished ones, which come oldest first.
 
     Groups with a token older than ``oldest_version`` are dropped. Metrics: rollout/given_up (groups),

@@ -35,16 +35,16 @@ def tensor_bytes(tensor: Tensor) -> np.ndarray:
 
 def checksum(data: np.ndarray) -> int:
     """Return the 64-bit checksum of an array u8[n] on the host."""
-    return combine_checksums(checksum_blocks([data[start:stop] for start, stop in split_blocks(len(data))]))
+    return _combine_checksums(_checksum_blocks([data[start:stop] for start, stop in _split_blocks(len(data))]))
 
 
-def split_blocks(size: int) -> Iterator[tuple[int, int]]:
+def _split_blocks(size: int) -> Iterator[tuple[int, int]]:
     """Yield the start and stop of each block of ``size`` bytes; there is at least one, maybe empty."""
     for start in range(0, max(size, 1), BLOCK):
         yield start, min(start + BLOCK, size)
 
 
-def select_pieces(size: int, turn: int | None) -> Iterator[tuple[int, int]]:
+def _select_pieces(size: int, turn: int | None) -> Iterator[tuple[int, int]]:
     """Yield the start and stop of each piece of a block of ``size`` bytes that this turn looks at; at least one."""
     if turn is None:
         yield 0, size
@@ -54,14 +54,14 @@ def select_pieces(size: int, turn: int | None) -> Iterator[tuple[int, int]]:
         yield start, min(start + PIECE, size)
 
 
-def checksum_blocks(blocks: Sequence[Bytes], turn: int | None = None, threads: int = 1) -> list[int]:
+def _checksum_blocks(blocks: Sequence[Bytes], turn: int | None = None, threads: int = 1) -> list[int]:
     """Return the checksum of each block u8[n], computed where it is."""
     if operations.has_copy_kernel(*(block for block in blocks if isinstance(block, Tensor))):
         return operations.sum_blocks(blocks, operations.ChecksumShares(PIECE, SHARES, STEP, turn), threads)
     return [_checksum_block(block, turn) for block in blocks]
 
 
-def combine_checksums(checksums: Sequence[int]) -> int:
+def _combine_checksums(checksums: Sequence[int]) -> int:
     """Return the checksum of a tensor from those of its blocks, in order."""
     if len(checksums) == 1:
         return checksums[0]
@@ -75,7 +75,7 @@ def copy_tensors(jobs: Iterable[tuple[Key, Tensor, Tensor]], turn: int | None = 
         if not operations.has_copy_kernel(*(target for _, target in pairs)):
             for source, target in pairs:
                 target.copy_(source)
-            sums = checksum_blocks([source for source, _ in pairs], turn)
+            sums = _checksum_blocks([source for source, _ in pairs], turn)
         else:
             shares = operations.ChecksumShares(PIECE, SHARES, STEP, turn)
             on_host = [(source.cpu(), target) for source, target in pairs]
@@ -88,7 +88,7 @@ def checksum_tensors(tensors: Iterable[tuple[Key, Tensor]], turn: int | None = N
     # One share takes as little time as handing it to another thread.
     threads = torch.get_num_threads() if turn is None else 1
     for keys, blocks in _gather((key, (data,)) for key, data in tensors):
-        yield from _combine_each(keys, checksum_blocks([block for (block,) in blocks], turn, threads))
+        yield from _combine_each(keys, _checksum_blocks([block for (block,) in blocks], turn, threads))
 
 
 def _gather(
@@ -101,7 +101,7 @@ def _gather(
     size = 0
     for key, tensors in jobs:
         tensor_size = tensors[0].numel()
-        cut = [tuple(tensor[start:stop] for tensor in tensors) for start, stop in split_blocks(tensor_size)]
+        cut = [tuple(tensor[start:stop] for tensor in tensors) for start, stop in _split_blocks(tensor_size)]
         keys.append((key, len(cut)))
         blocks += cut
         size += tensor_size
@@ -115,13 +115,13 @@ def _gather(
 def _combine_each(keys: list[tuple[Key, int]], sums: Sequence[int]) -> Iterator[tuple[Key, int]]:
     first = 0
     for key, count in keys:
-        yield key, combine_checksums(sums[first : first + count])
+        yield key, _combine_checksums(sums[first : first + count])
         first += count
 
 
 def _checksum_block(block: Bytes, turn: int | None) -> int:
     """The checksum of one block u8[n] without a kernel."""
-    pieces = [block[start:stop] for start, stop in select_pieces(len(block), turn)]
+    pieces = [block[start:stop] for start, stop in _select_pieces(len(block), turn)]
     if not isinstance(block, Tensor) or block.device.type == "cpu":
         return _sum_words([np.asarray(piece) for piece in pieces])
     return _sum_device_words(torch.cat([piece for piece in pieces if isinstance(piece, Tensor)]))

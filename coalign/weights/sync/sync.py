@@ -162,11 +162,11 @@ def _choose_transport(source: DistModel, target: DistModel, config: SyncConfig, 
     senders, readers = (model.run(transport.describe_endpoint).result() for model in (source, target))
     name = config.transport
     if name == "auto":
-        name = choose_transport_name([*senders, *readers], source.takes_turns_with(target))
+        name = _choose_transport_name([*senders, *readers], source.takes_turns_with(target))
     return TRANSPORTS[name](source, target, config, senders, readers)
 
 
-def choose_transport_name(endpoints: Sequence[WeightEndpoint], in_turns: bool) -> str:
+def _choose_transport_name(endpoints: Sequence[WeightEndpoint], in_turns: bool) -> str:
     """Return the transport for ranks at these endpoints. ``in_turns``: their models take turns on their devices."""
     hosts, gpus = ({getattr(endpoint, what) for endpoint in endpoints} for what in ("host", "gpu"))
     if len(hosts) > 1:

@@ -11,7 +11,7 @@ from torch import Tensor
 from coalign.algorithms import logprobs
 from coalign.algorithms.logprobs import linear_logprobs
 from coalign.backends.engines.sampling import draw, uniforms
-from coalign.cpu import NoKernels
+from coalign.cpu import _NoKernels
 from coalign_cpu import operations
 from coalign_cpu.library import load_kernels
 
@@ -183,7 +183,7 @@ def test_log_probs_and_gradients_are_those_without_the_kernels(monkeypatch, dtyp
         return [x for x in (*results, hidden.grad, weight.grad) if x is not None]
 
     found = compute()
-    monkeypatch.setattr(logprobs, "operations", NoKernels)
+    monkeypatch.setattr(logprobs, "operations", _NoKernels)
     for one, expected in zip(found, compute(), strict=True):
         spread = expected.float().abs().max()
         assert (one - expected).abs().max() <= (2e-6 if dtype == torch.float32 else 8e-3) * spread

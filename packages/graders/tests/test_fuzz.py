@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from coalign.companions import REWARDS
 from coalign.config.functions import resolve
-from coalign.rewards.calls import RewardFailure, RewardFunction, read_outcomes
+from coalign.rewards.calls import RewardFailure, RewardFunction, _read_outcomes
 from coalign_graders import answers, choice, math_answer
 from coalign_graders.choice import find_choice
 from coalign_graders.code import extract_code
@@ -148,7 +148,7 @@ def check_plain(response, truth):
 
 def check_values(value, takes_many):
     function = RewardFunction("f", (lambda samples: value) if takes_many else (lambda one: value))
-    for outcome in read_outcomes(function, value, 2 if takes_many else 1):
+    for outcome in _read_outcomes(function, value, 2 if takes_many else 1):
         if isinstance(outcome, RewardFailure):
             assert len(str(outcome)) < 2000
         else:

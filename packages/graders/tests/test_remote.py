@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from coalign.backends.scorers.reward_functions import build_reward_function
 from coalign.config.errors import ConfigError
 from coalign.config.schema import RewardConfig
-from coalign.rewards.calls import GiveUp, RewardFailure, read_outcomes
+from coalign.rewards.calls import GiveUp, RewardFailure, _read_outcomes
 from coalign.services import ServiceError
 from coalign_graders.services.client import _retry_after
 from coalign_graders.services.remote import Remote, read_answer
@@ -173,7 +173,7 @@ def test_any_answer_of_a_service_is_read_or_refused(caller, cases):
             if isinstance(result, GiveUp):
                 assert len(str(result)) < 1000
             else:
-                read_outcomes(function, result, 1)
+                _read_outcomes(function, result, 1)
 
     try_cases(answers, check, cases)
 

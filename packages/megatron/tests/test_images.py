@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("megatron.core")
 
-from coalign.backends.pretrained import save_model
+from coalign.backends.pretrained import _save_model
 from coalign.cli import app
 from coalign.config.schema import ModelConfig
 from coalign_megatron.backend.module import MegatronModule
@@ -99,7 +99,7 @@ def test_a_tied_head_learns_what_fsdps_does(family, tmp_path):
     whole = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
     whole.config.tie_word_embeddings = True
     whole.tie_weights()
-    save_model(whole, model)
+    _save_model(whole, model)
     assert "lm_head.weight" not in load_file(model / "model.safetensors")
     batch, done = make_batch(tmp_path / "images", model), []
     for module in ("fsdp", "megatron"):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from coalign.config.introspect import is_result_relevant
+from coalign.config.introspect import _is_result_relevant
 from coalign.config.schema import RewardConfig, RunConfig
 from coalign.files import hash_file
 from coalign_serve import resumable
@@ -29,7 +29,7 @@ from tests import digits
     ],
 )
 def test_settings_that_leave_results_as_they_are(key):
-    assert not is_result_relevant(key)
+    assert not _is_result_relevant(key)
 
 
 @pytest.mark.parametrize(
@@ -49,11 +49,11 @@ def test_settings_that_leave_results_as_they_are(key):
     ],
 )
 def test_every_other_setting_changes_results(key):
-    assert is_result_relevant(key)
+    assert _is_result_relevant(key)
 
 
 def test_the_mark_of_a_section_holds_for_all_of_it():
-    assert not is_result_relevant(("native", "kv_tokens"), GenerateConfig)
+    assert not _is_result_relevant(("native", "kv_tokens"), GenerateConfig)
 
 
 def test_settings_by_their_key(tmp_path):

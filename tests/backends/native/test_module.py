@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
 from coalign.backends.engines.native.native_engine import NativeModule
-from coalign.backends.engines.request import StopFinder, begin_samples
+from coalign.backends.engines.request import _StopFinder, begin_samples
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
@@ -92,7 +92,7 @@ def test_no_sample_is_longer_than_what_others_take_at_once(directory):
 )
 def test_stops_do_not_read_the_names_of_special_tokens(directory, stop, found):
     made = module(directory)
-    finder = StopFinder([stop], made.decoder([stop]))
+    finder = _StopFinder([stop], made.decoder([stop]))
     tokens = made.tokenizer("abc<|im_end|>\ne")["input_ids"]
     assert len(tokens) == 6
     assert next((i for i, token in enumerate(tokens, 1) if finder.push(token)), None) == found

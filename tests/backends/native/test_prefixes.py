@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coalign.backends.engines.native.native_engine import ActiveSequence, QueuedRequest, SequenceSlots
+from coalign.backends.engines.native.native_engine import _ActiveSequence, _QueuedRequest, _SequenceSlots
 from coalign.types import Response
 from coalign_cpu.library import load_kernels
 from tests.backends.native import helpers
@@ -19,14 +19,14 @@ def generate(
     """The responses of three prompts, five samples each, that end at different lengths, with new weights after forty
     tokens; and which slots shared what."""
     found: list[torch.Tensor] = []
-    find = SequenceSlots.find_prefixes
+    find = _SequenceSlots.find_prefixes
 
-    def note(slots: SequenceSlots, rows: int) -> torch.Tensor:
+    def note(slots: _SequenceSlots, rows: int) -> torch.Tensor:
         homes = find(slots, rows)
         found.append(homes.clone())
         return homes if shared else torch.stack([torch.arange(rows), torch.zeros(rows, dtype=torch.int64)])
 
-    monkeypatch.setattr(SequenceSlots, "find_prefixes", note)
+    monkeypatch.setattr(_SequenceSlots, "find_prefixes", note)
     model = helpers.reference(helpers.qwen2())
     made = helpers.engine(model, end_tokens=range(0, helpers.VOCABULARY, 12), max_sequences=slots)
     made.recomputes_kv = recomputes
@@ -58,14 +58,14 @@ def test_responses_do_not_change_by_a_bit(monkeypatch, slots, recomputes):
 
 def test_a_prompt_is_read_in_the_first_slot_that_has_it():
     model = helpers.engine(helpers.reference(helpers.qwen2())).model
-    made = SequenceSlots(model, note_seen=False, reserve=lambda size: None)
+    made = _SequenceSlots(model, note_seen=False, reserve=lambda size: None)
     made.resize(8, 64)
     first, second = (
-        QueuedRequest.plan(r, helpers.SAMPLING, lambda *_: None, vocabulary=helpers.VOCABULARY, context=None)
+        _QueuedRequest.plan(r, helpers.SAMPLING, lambda *_: None, vocabulary=helpers.VOCABULARY, context=None)
         for r in helpers.requests(2, samples=3)
     )
     order = [(first, 1), (first, 1), (second, 1), (first, 2), (first, 2)]
-    sequences = [ActiveSequence(queued, place, None, prefill=n) for place, (queued, n) in enumerate(order)]
+    sequences = [_ActiveSequence(queued, place, None, prefill=n) for place, (queued, n) in enumerate(order)]
     for sequence in sequences:
         made.add(sequence, 0)
     lengths = [len(queued.request.prompt) for queued, _ in order]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coalign.backends.engines.sampling import draw, penalise, sample, stream_key, truncate, uniforms
+from coalign.backends.engines.sampling import _penalise, draw, sample, stream_key, truncate, uniforms
 from tests.backends.native.helpers import SAMPLING, replace
 
 PROBS = torch.tensor([[0.1, 0.4, 0.05, 0.25, 0.2]])
@@ -119,7 +119,7 @@ def test_a_flat_nucleus_beyond_the_first_candidates():
 
 def test_penalty_divides_positive_and_multiplies_negative_logits():
     seen = torch.tensor([[True, True, False]])
-    assert penalise(torch.tensor([[2.0, -2.0, 2.0]]), seen, 4.0).tolist() == [[0.5, -8.0, 2.0]]
+    assert _penalise(torch.tensor([[2.0, -2.0, 2.0]]), seen, 4.0).tolist() == [[0.5, -8.0, 2.0]]
 
 
 def test_log_probs_are_before_truncation_and_after_temperature():

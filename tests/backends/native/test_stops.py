@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coalign.backends.engines.request import StopFinder
+from coalign.backends.engines.request import _StopFinder
 from tests.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -14,7 +14,7 @@ TOKENIZER = tiny_tokenizer()
 
 def stop_at(text: str, stops: list[str]) -> int | None:
     """How many of the byte tokens of ``text`` are pushed until a stop is found."""
-    finder = StopFinder(stops, TOKENIZER.decode)
+    finder = _StopFinder(stops, TOKENIZER.decode)
     for i, token in enumerate(TOKENIZER(text)["input_ids"], 1):
         if finder.push(token):
             return i
@@ -47,12 +47,12 @@ def test_agrees_with_a_search_of_the_whole_text(text, stop):
 
 def test_a_decoder_that_drops_a_leading_space():
     words = {0: " Hello", 1: " wor", 2: "ld", 3: "!"}
-    finder = StopFinder([" world"], lambda ids: "".join(words[i] for i in ids).lstrip())
+    finder = _StopFinder([" world"], lambda ids: "".join(words[i] for i in ids).lstrip())
     assert [finder.push(i) for i in range(4)] == [False, False, True, True]
 
 
 def test_bytes_that_never_become_a_character_do_not_hide_a_stop():
     broken = TOKENIZER("日")["input_ids"][:1]
-    finder = StopFinder(["ab"], TOKENIZER.decode)
+    finder = _StopFinder(["ab"], TOKENIZER.decode)
     pushed = broken + TOKENIZER("xab")["input_ids"]
     assert [finder.push(token) for token in pushed] == [False, False, False, True]

@@ -15,7 +15,7 @@ from coalign import load_config
 from coalign.config.errors import ConfigError
 from coalign.engine.hooks import checkpoint_remote
 from coalign.engine.hooks.checkpoint_folder import Checkpoints
-from coalign.engine.hooks.checkpoint_remote import RemoteCheckpoints, RemoteError, find_newest_anywhere
+from coalign.engine.hooks.checkpoint_remote import RemoteCheckpoints, _RemoteError, find_newest_anywhere
 from coalign.launch.plan import prepare
 from coalign.run_files.checkpoints import MANIFEST, CorruptCheckpoint, verify_checkpoint
 from tests.runs import metrics, run, settings, stopping_after, weights_hash
@@ -277,7 +277,7 @@ def test_copies_that_cannot_be_read(memory_url, disk, tmp_path, monkeypatch, cap
 
     monkeypatch.setattr(MemoryFileSystem, "find", away)
     memory, remote = Checkpoints(tmp_path / "memory", 2), RemoteCheckpoints(memory_url, disk)
-    with pytest.raises(RemoteError, match=r"has no checkpoint, and the copies .* no route .*resume=never"):
+    with pytest.raises(_RemoteError, match=r"has no checkpoint, and the copies .* no route .*resume=never"):
         find_newest_anywhere(memory, disk, remote)
     path = disk.write(1, fill(1))
     assert find_newest_anywhere(memory, disk, remote) == path and "no route" in caplog.text

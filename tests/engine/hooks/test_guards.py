@@ -11,7 +11,7 @@ from coalign import load_config
 from coalign.algorithms.losses import policy_gradient
 from coalign.config.schema.rollout import GuardsConfig
 from coalign.config.schema.runtime import RuntimeConfig
-from coalign.engine.hooks.guards import METRICS, UNHEALTHY, list_exceeded, list_non_finite, read_dump
+from coalign.engine.hooks.guards import METRICS, UNHEALTHY, _list_exceeded, _list_non_finite, read_dump
 from coalign.engine.rollouts.journal import read_lines
 from coalign.launch.plan import prepare
 from coalign.launch.run import train
@@ -70,8 +70,8 @@ def learned(config: dict, step: int, model: str) -> dict:
     ],
 )
 def test_what_is_not_finite(stats, seen):
-    assert list_non_finite(stats) == seen
-    (skipped,) = list_non_finite({"loss/not_finite": Total(2.0)})
+    assert _list_non_finite(stats) == seen
+    (skipped,) = _list_non_finite({"loss/not_finite": Total(2.0)})
     assert skipped.startswith("2 updates with a gradient that is not finite")
 
 
@@ -80,15 +80,15 @@ def test_thresholds():
 
     def beyond(kl, entropy, mismatch):
         stats = {"approx_kl": kl, "entropy": entropy, "mismatch": mismatch, "value": 0.0}
-        found = list_exceeded({f"loss/{name}": Stat(value) for name, value in stats.items()}, config)
+        found = _list_exceeded({f"loss/{name}": Stat(value) for name, value in stats.items()}, config)
         return [text.split(" ")[0] for text in found]
 
     assert beyond(0.1, 0.5, 0.02) == []
     assert beyond(0.11, 0.5, 0.02) == ["loss/approx_kl"]
     assert beyond(-5.0, 0.49, 0.03) == ["loss/entropy", "loss/mismatch"]
     assert beyond(NAN, NAN, NAN) == ["loss/approx_kl", "loss/entropy", "loss/mismatch"]
-    assert list_exceeded({"time/step": Total(1.0)}, config) == []  # the policy waits for its value model
-    assert list_exceeded({"loss/value": Stat(0.0)}, GuardsConfig()) == []
+    assert _list_exceeded({"time/step": Total(1.0)}, config) == []  # the policy waits for its value model
+    assert _list_exceeded({"loss/value": Stat(0.0)}, GuardsConfig()) == []
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,8 @@ def test_thresholds():
 def test_every_threshold_bounds_the_metric_of_its_name(key, metric, fine, bad):
     config = GuardsConfig(**{key: 0.2})
     for value, found in ((fine, []), (bad, [f"loss/{metric} is {bad} (runtime.guards.{key}: 0.2)"])):
-        assert list_exceeded({"loss/value": Stat(0.0), f"loss/{metric}": Stat(value)}, config) == found
-        assert list_exceeded({f"loss/{metric}": Stat(value)}, config) == found  # nothing was learned yet
+        assert _list_exceeded({"loss/value": Stat(0.0), f"loss/{metric}": Stat(value)}, config) == found
+        assert _list_exceeded({f"loss/{metric}": Stat(value)}, config) == found  # nothing was learned yet
     assert len(METRICS) == 7 == len([k for k in GuardsConfig.model_fields if k[:3] in ("max", "min")]) - 1
 
 
@@ -115,9 +115,9 @@ def test_a_metric_that_no_loss_reports_is_named():
     stats = {"loss/value": Stat(0.0), "loss/mismatch": Stat(0.0), "time/step": Total(1.0)}
     said = r"guards.min_entropy is 0.1, and the loss reports no `loss/entropy`; .*: max_mismatch \(loss/mismatch\)$"
     with pytest.raises(ValueError, match=said):
-        list_exceeded(stats, GuardsConfig(min_entropy=0.1))
+        _list_exceeded(stats, GuardsConfig(min_entropy=0.1))
     with pytest.raises(ValueError, match=r"it has none that guards could bound"):
-        list_exceeded({"loss/value": Stat(0.0)}, GuardsConfig(min_ess=0.1))
+        _list_exceeded({"loss/value": Stat(0.0)}, GuardsConfig(min_ess=0.1))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 import coalign
 from coalign.data.batch import Batch
-from coalign.engine.hooks.rollout_files import RolloutFiles, decode_piece, list_excess
+from coalign.engine.hooks.rollout_files import RolloutFiles, _decode_piece, _list_excess
 from coalign.report.display import Display
 from coalign.run_files.rollouts import find_rollouts, list_rollout_steps, read_rollouts
 from tests.environments.test_training import calculating
@@ -86,8 +86,10 @@ def test_files_are_bounded_and_those_of_later_steps_go(tmp_path):
         add(tmp_path, step, make_batch(), keep=3)
     assert list_rollout_steps(tmp_path) == [3, 4, 5]
     sizes = {3: 10, 5: 10, 4: 10}
-    assert list_excess(sizes, 3, 20) == [3] and list_excess(sizes, 3, 1) == [3, 4] and list_excess(sizes, 3, 30) == []
-    assert list_excess(sizes, 2) == [3] and list_excess(sizes, 3) == []
+    assert (
+        _list_excess(sizes, 3, 20) == [3] and _list_excess(sizes, 3, 1) == [3, 4] and _list_excess(sizes, 3, 30) == []
+    )
+    assert _list_excess(sizes, 2) == [3] and _list_excess(sizes, 3) == []
     files = RolloutFiles(tmp_path, 3)
     files.cut(4)
     files.close()
@@ -118,7 +120,7 @@ def test_a_piece_keeps_the_space_that_begins_a_word():
         def convert_ids_to_tokens(self, token):
             return {1: "\u2581word", 2: "end"}[token]
 
-    assert [decode_piece(Pieces(), token) for token in (1, 2)] == [" word", "end"]
+    assert [_decode_piece(Pieces(), token) for token in (1, 2)] == [" word", "end"]
 
 
 class Batches(coalign.Hook):

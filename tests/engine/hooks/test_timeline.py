@@ -9,12 +9,12 @@ import pytest
 
 from coalign.cluster.future import Call, Future, Outcome, Span, WorkerTask
 from coalign.engine.hooks.timeline import (
-    CallEvent,
     Timeline,
-    build_phase_events,
-    build_trace,
-    compute_idle_shares,
-    list_running_calls,
+    _build_phase_events,
+    _build_trace,
+    _CallEvent,
+    _compute_idle_shares,
+    _list_running_calls,
 )
 from coalign.report.plots import plot_timeline
 from coalign.types import Stat
@@ -23,30 +23,30 @@ from tests.cluster.threads import thread_cluster
 
 # Two replicas generate from 10 to 12 and to 14, a judge scores from 14 to 15, after its weights came (13 to 14).
 EVENTS = [
-    CallEvent(
+    _CallEvent(
         Call("policy", "generate"),
         9.5,
         (Span("policy, replica 0", "call", 10, 2), Span("policy, replica 1", "call", 10, 4)),
     ),
-    CallEvent(
+    _CallEvent(
         Call("judge", "forward_step"), 9.5, (Span("judge", "move", 13, 1), Span("judge", "call", 14, 1)), memory=2**20
     ),
 ]
 
 
 def test_idle_is_what_is_left_of_the_step():
-    shares = compute_idle_shares(EVENTS, {"policy": 2, "judge": 1, "trainer": 4}, 10.0, 20.0)
+    shares = _compute_idle_shares(EVENTS, {"policy": 2, "judge": 1, "trainer": 4}, 10.0, 20.0)
     assert shares == {"policy": pytest.approx(0.7), "judge": pytest.approx(0.9), "trainer": 1.0}
 
 
 def test_a_call_counts_with_its_part_of_the_step():
-    assert compute_idle_shares(EVENTS, {"policy": 2}, 11.0, 13.0) == {
+    assert _compute_idle_shares(EVENTS, {"policy": 2}, 11.0, 13.0) == {
         "policy": pytest.approx(0.25)
     }  # 1 s and 2 s of 2 × 2 s
 
 
 def test_a_trace_has_a_row_for_each_process_and_says_what_waited():
-    trace = build_trace(EVENTS, 10.0, 20.0)["traceEvents"]
+    trace = _build_trace(EVENTS, 10.0, 20.0)["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace if e["ph"] == "M"}
     assert names == {(1, 0): "policy", (1, 1): "replica 0", (1, 2): "replica 1", (2, 0): "judge", (2, 1): "judge"}
     drawn = [(e["name"], e["pid"], e["tid"], e["ts"], e["dur"]) for e in trace if e["ph"] == "X"]
@@ -62,7 +62,7 @@ def test_a_trace_has_a_row_for_each_process_and_says_what_waited():
 
 
 def test_times_outside_of_the_step_are_cut():
-    bars = [e for e in build_trace(EVENTS, 11.0, 14.5)["traceEvents"] if e["ph"] == "X"]
+    bars = [e for e in _build_trace(EVENTS, 11.0, 14.5)["traceEvents"] if e["ph"] == "X"]
     assert [(bar["ts"], bar["dur"]) for bar in bars] == [
         (0, 1_000_000),
         (0, 3_000_000),
@@ -73,7 +73,7 @@ def test_times_outside_of_the_step_are_cut():
 
 def test_phases_last_until_the_next_one():
     entered = [(10.0, "rollout"), (14.0, "train"), (19.0, "sync")]
-    assert [(str(e.call), e.start, e.stop) for e in build_phase_events(entered, 20.0)] == [
+    assert [(str(e.call), e.start, e.stop) for e in _build_phase_events(entered, 20.0)] == [
         ("loop.rollout", 10.0, 14.0),
         ("loop.train", 14.0, 19.0),
         ("loop.sync", 19.0, 20.0),
@@ -85,7 +85,7 @@ def test_calls_under_way_count_until_now():
     done, busy = (WorkerTask(f"policy, replica {i}", Future(Call(None, "")).ended, None, 10.0) for i in range(2))
     done.meta.set_result(Outcome(None, {}))
     future.running = [done, busy]
-    [event] = list_running_calls([future], 13.0)
+    [event] = _list_running_calls([future], 13.0)
     assert event.spans == (Span("policy, replica 1", "", 10.0, 3.0),)
 
 

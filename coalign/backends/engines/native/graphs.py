@@ -24,7 +24,7 @@ COLUMNS = 256  # a graph attends to a multiple of so many columns
 Compute = Callable[[int, int, Tensor], tuple[Tensor, ...]]
 
 
-def round_rows(count: int) -> int:
+def _round_rows(count: int) -> int:
     """Return the rows of the graph for ``count`` sequences: 8, 16, 24, 32, 48, 64, 96, …, at most half of them idle."""
     units = -(-count // ROWS)
     power = 1 << (units - 1).bit_length()
@@ -55,7 +55,7 @@ class DecodeGraphs:
         if addresses != self._memory_addresses:
             self.clear()
             self._memory_addresses = addresses
-        shape = min(round_rows(count), limits[0]), min(-(-columns // COLUMNS) * COLUMNS, limits[1])
+        shape = min(_round_rows(count), limits[0]), min(-(-columns // COLUMNS) * COLUMNS, limits[1])
         self._steps[shape] += 1
         if self._is_refused or self._steps[shape] <= WARM:
             return None

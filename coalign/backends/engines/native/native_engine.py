@@ -52,7 +52,7 @@ TOKEN, POSITION, KEY, SHIFT = range(4)
 
 
 @dataclass(slots=True, eq=False)
-class QueuedRequest(SubmittedRequest):
+class _QueuedRequest(SubmittedRequest):
     """A request whose started samples have slots. ``logits`` and ``prefix`` are kept while others wait for one."""
 
     logits: Tensor | None = None  # f32[1, V] after the prompt
@@ -63,14 +63,14 @@ class QueuedRequest(SubmittedRequest):
 
 
 @dataclass(slots=True, eq=False)
-class ActiveSequence(PartialResponse):
+class _ActiveSequence(PartialResponse):
     """One sample in ``slot`` of the KV cache, being decoded or kept for its next turn."""
 
-    submitted: QueuedRequest
+    submitted: _QueuedRequest
     slot: int = -1
     prefill: int = 0  # which of the request's prefills computed the keys and values of its prompt
 
-    def is_continued_by(self, queued: QueuedRequest) -> bool:
+    def is_continued_by(self, queued: _QueuedRequest) -> bool:
         """Whether ``queued`` is the next turn of this conversation."""
         previous, following = self.submitted.request, queued.request
         if self.submitted.sample != queued.sample or previous.first_turn != following.first_turn:
@@ -78,7 +78,7 @@ class ActiveSequence(PartialResponse):
         return [*previous.prompt, *self.tokens] == following.prompt[: self.length]
 
 
-class SequenceSlots:
+class _SequenceSlots:
     """Assigns ``count`` slots of the KV cache to sequences of up to ``longest`` tokens each. Active sequences have the
     slots 0..n-1, so that decoding reads them as one block. Sequences kept between two turns come right after them. A
     slot that becomes free is filled from the end. A kept sequence is dropped as soon as its slot is needed."""
@@ -91,16 +91,16 @@ class SequenceSlots:
         self.seen: Tensor | None = None  # bool[slots, V]: the tokens that each sequence holds
         if note_seen:
             self.seen = torch.zeros(0, model.vocabulary, dtype=torch.bool, device=model.device)
-        self._taken: list[ActiveSequence] = []  # _taken[i] is in slot i
+        self._taken: list[_ActiveSequence] = []  # _taken[i] is in slot i
         self._active = 0
         self._prefixes: Tensor | None = None  # what find_prefixes returned, while the slots have not changed
 
     @property
-    def active(self) -> list[ActiveSequence]:
+    def active(self) -> list[_ActiveSequence]:
         return self._taken[: self._active]
 
     @property
-    def kept(self) -> list[ActiveSequence]:
+    def kept(self) -> list[_ActiveSequence]:
         return self._taken[self._active :]
 
     @property
@@ -137,7 +137,7 @@ class SequenceSlots:
             self.seen = seen.new_zeros(rows, seen.shape[1])
             self.seen[:taken] = seen[:taken]
 
-    def add(self, sequence: ActiveSequence, key: int, kept: ActiveSequence | None = None) -> None:
+    def add(self, sequence: _ActiveSequence, key: int, kept: _ActiveSequence | None = None) -> None:
         """Make a sequence active; its next token follows its prompt and is drawn with the random stream of ``key``. It
         takes over the slot of ``kept``, keys and values included, if that is given."""
         slot = self._active
@@ -157,13 +157,13 @@ class SequenceSlots:
             self.seen[slot] = False
             self.seen[slot, prompt] = True
 
-    def note_experts(self, sequence: ActiveSequence) -> None:
+    def note_experts(self, sequence: _ActiveSequence) -> None:
         """Copy a sequence's experts out of its slot, if they are recorded. Its last token has none yet."""
         if stored := self.cache.layers.get(EXPERTS):
             experts = stored[0][sequence.slot, : sequence.length - 1].cpu()
             sequence.experts = F.pad(experts, (0, 0, 0, 0, 0, 1), value=UNKNOWN_EXPERT)
 
-    def keep(self, sequence: ActiveSequence) -> None:
+    def keep(self, sequence: _ActiveSequence) -> None:
         """Stop decoding a sequence, but keep its keys and values. Decoding may still write to the position of its last
         token, which has no keys and values yet."""
         self._active -= 1
@@ -184,7 +184,7 @@ class SequenceSlots:
         with torch.inference_mode():  # like the step that created the state
             self.state.zero_()
 
-    def remove(self, sequence: ActiveSequence) -> None:
+    def remove(self, sequence: _ActiveSequence) -> None:
         hole, last = sequence.slot, len(self._taken) - 1
         self._prefixes = None
         if hole < self._active:
@@ -224,7 +224,7 @@ log = logging.getLogger(__name__)
 _GROWTH = 5 / 4  # least factor by which the KV cache grows, so that it does not grow at every step
 
 
-class _NativeSession(QueuedSession[QueuedRequest]):
+class _NativeSession(QueuedSession[_QueuedRequest]):
     """Schedules requests on the slots of the KV cache.
 
     The cache is allocated for the longest sequence so far, with as many slots of that length as the engine's kv_tokens
@@ -240,7 +240,7 @@ class _NativeSession(QueuedSession[QueuedRequest]):
         super().__init__(engine, sampling, on_token, min(bounds, default=None))
         self.model = engine.model
         note_seen = sampling.repetition_penalty != 1
-        self.slots = SequenceSlots(self.model, note_seen=note_seen, reserve=partial(engine.reserve, self))
+        self.slots = _SequenceSlots(self.model, note_seen=note_seen, reserve=partial(engine.reserve, self))
         self._graphs: DecodeGraphs | None = None
         if engine.graphs and has_graphs(self.model.device):
             self._graphs = DecodeGraphs(self._compute_step, self.model.device, type(self.model.module).__name__)
@@ -251,9 +251,11 @@ class _NativeSession(QueuedSession[QueuedRequest]):
     def unfinished(self) -> bool:
         return bool(self.arrived or self.waiting or self.slots.active)
 
-    def submit(self, request: Request, on_done: OnDone) -> QueuedRequest:
+    def submit(self, request: Request, on_done: OnDone) -> _QueuedRequest:
         model, kv_tokens = self.model, self.engine.kv_tokens
-        queued = QueuedRequest.plan(request, self.sampling, on_done, vocabulary=model.vocabulary, context=model.context)
+        queued = _QueuedRequest.plan(
+            request, self.sampling, on_done, vocabulary=model.vocabulary, context=model.context
+        )
         if kv_tokens is not None and queued.longest > kv_tokens:
             raise ValueError(
                 f"the prompt of group {request.group} may need {len(request.prompt)} + {queued.limit} tokens; "
@@ -269,7 +271,7 @@ class _NativeSession(QueuedSession[QueuedRequest]):
     def cut_all(self) -> None:
         self.cut(*self.arrived, *self.waiting, *(sequence.submitted for sequence in self.slots.active))
 
-    def take_active(self) -> Sequence[ActiveSequence]:
+    def take_active(self) -> Sequence[_ActiveSequence]:
         active = self.slots.active
         self.slots.clear()
         return active
@@ -363,23 +365,23 @@ class _NativeSession(QueuedSession[QueuedRequest]):
                     queued.logits = queued.prefix = None
             self._record(first, *self._draw(logits, slice(first, first + len(logits))))
 
-    def _find_kept(self, queued: QueuedRequest) -> ActiveSequence | None:
+    def _find_kept(self, queued: _QueuedRequest) -> _ActiveSequence | None:
         """Find the conversation's last turn, if its keys and values have been kept."""
         if queued.request.first_turn is None:
             return None
         return next((kept for kept in self.slots.kept if kept.is_continued_by(queued)), None)
 
-    def _start(self, queued: QueuedRequest, kept: ActiveSequence | None) -> slice:
+    def _start(self, queued: _QueuedRequest, kept: _ActiveSequence | None) -> slice:
         first = len(self.slots.active)
         count = min(queued.waiting, self.slots.free)
         for offset in range(queued.started, queued.started + count):
             key = queued.find_key(self.engine.seed, offset)
             stops = queued.find_stops(self.sampling, self.engine.decoder)
-            self.slots.add(ActiveSequence(queued, offset, stops, prefill=queued.prefills), key, kept)
+            self.slots.add(_ActiveSequence(queued, offset, stops, prefill=queued.prefills), key, kept)
         queued.started += count
         return slice(first, first + count)
 
-    def _prefill(self, fresh: list[tuple[QueuedRequest, slice, int]]) -> None:
+    def _prefill(self, fresh: list[tuple[_QueuedRequest, slice, int]]) -> None:
         """Compute the prompts of (request, its slots, tokens already in the cache); store keys and values there."""
         tokens, positions, sequences, last = [], [], [], []
         axes: list[Tensor] = []
