@@ -122,10 +122,10 @@ class DeepSpeedModule(HuggingFaceModule):
 
     def close(self) -> None:
         self._close_writer()
-        if self.engine is None:
-            return
-        self.engine.destroy()
-        DeepSpeedModule.engines -= 1
+        if self.engine is not None:
+            self.engine.destroy()
+            DeepSpeedModule.engines -= 1
+        # Also of a module that has joined the group, and then could not load its model.
         if DeepSpeedModule.engines == 0 and DeepSpeedModule.owns_group:
             import deepspeed
 

@@ -47,6 +47,8 @@ def place(request, monkeypatch) -> Iterator[tuple[Mesh, int]]:
     monkeypatch.setattr(multi_latent_attention, "HAVE_TE", False)  # it takes a stand-in for the real one
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)  # asked of tied weights over stages
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))  # of rotary embeddings
+    if torch.distributed.is_initialized():  # left by a test whose model could not be loaded
+        torch.distributed.destroy_process_group()
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=mesh.size)
     parallel_state.initialize_model_parallel(
         mesh.tensor,
