@@ -141,7 +141,7 @@ async def game(
     *,
     rules: str = "Nim",
     settings: dict[str, Any] = {},  # noqa: B006  (never changed)
-    opponent: str = "_random_mover",
+    opponent: str = "random_mover",
     starts: bool | None = None,
     illegal: float = -1.0,
     tries: int = 1,
@@ -198,7 +198,7 @@ async def _play_match(board: Game, players: Sequence[_Player], illegal: float) -
         player.reward(board.score(player.number))
 
 
-def _random_mover(board: Game, random: Random) -> str:
+def random_mover(board: Game, random: Random) -> str:
     """Any legal move."""
     return random.choice(board.moves())
 
