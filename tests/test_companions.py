@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import coalign
+import coalign.rewards
 from coalign import companions
 from coalign.cli import main
 from coalign.config import ConfigError, load_section
