@@ -199,10 +199,11 @@ class LocalCluster(Cluster):
                 self._check_deadline(thread.call)
 
     def _check_deadline(self, call: Future | None) -> None:
-        if call is None or not call.running:
+        tasks = [] if call is None else call.running  # read once: the call may end meanwhile
+        if call is None or not tasks:
             return
-        if time.monotonic() - call.running[0].monotonic_start > self.deadlines.find(call.call):
-            error = self.deadlines.build_error(call, call.running)
+        if time.monotonic() - tasks[0].monotonic_start > self.deadlines.find(call.call):
+            error = self.deadlines.build_error(call, tasks)
             call.fail(error)
             self._cancel(error)
 

@@ -7,6 +7,7 @@ process cannot: its last status stays, and the lock of the folder, which nobody 
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -35,18 +36,25 @@ class RunState:
 
 
 class StateFile:
-    """Writes the state of a run. One that cannot be written is logged, and the run goes on."""
+    """Writes the state of a run, from any thread. One that cannot be written is logged, and the run goes on."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / NAME
         self._sink = Sink(str(self._path))
         self._state = RunState("running")
+        self._lock = threading.Lock()
 
     def note(self, status: Status, **changes: Any) -> None:
-        """Write a status and what else has changed. The reason of an earlier status does not stay."""
-        self._state = replace(self._state, **{"reason": None, **changes, "status": status})
-        with self._sink.survive():
-            write_text_atomically(self._path, json.dumps(asdict(self._state)))
+        """Write a status and what else has changed. The reason of an earlier status does not stay.
+
+        A run that has ended does not stall: the watchdog may still look while plots are drawn.
+        """
+        with self._lock:
+            if status == "stalled" and self._state.status not in ("running", "stalled"):
+                return
+            self._state = replace(self._state, **{"reason": None, **changes, "status": status})
+            with self._sink.survive():
+                write_text_atomically(self._path, json.dumps(asdict(self._state)))
 
 
 def read_state(folder: Path) -> RunState:
@@ -54,8 +62,9 @@ def read_state(folder: Path) -> RunState:
 
     A folder whose state is missing or damaged is of an older version: it has ended, as far as can be told.
     """
+    going = is_going(folder)  # first: a run that ends meanwhile has written how before it lets go of its lock
     state = _read_file(folder / NAME)
-    if is_going(folder):
+    if going:
         return state if state.status in ("running", "stalled") else replace(state, status="running", reason=None)
     return state if state.status in ("ended", "failed") else replace(state, status="failed", reason=None)
 

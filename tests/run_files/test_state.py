@@ -46,6 +46,13 @@ def test_an_error_is_named_without_secrets(tmp_path, monkeypatch):
     )
 
 
+def test_a_run_that_has_ended_does_not_stall(tmp_path):
+    state = StateFile(tmp_path)
+    state.note("ended", step=3, steps=3)
+    state.note("stalled", reason="no process has been busy for 900 s")
+    assert read_state(tmp_path) == RunState("ended", step=3, steps=3)
+
+
 def test_a_killed_run_has_failed(tmp_path):
     with lock_folder(tmp_path):
         StateFile(tmp_path).note("stalled", algorithm="grpo", step=3, steps=9, reason="nothing for 900 s")
