@@ -21,7 +21,7 @@ from coalign.config.schema import RunConfig
 from coalign.config.secrets import hide_secrets
 from coalign.engine.engine import Engine, Hook
 from coalign.engine.fleet import Fleet
-from coalign.engine.hooks.checkpoint import Save, read_state, restore_engine
+from coalign.engine.hooks.checkpoint import Save, read_checkpoint, restore_engine
 from coalign.engine.hooks.checkpoint_folder import Checkpoints
 from coalign.engine.hooks.evaluation import EarlyStop, EvaluationHook
 from coalign.engine.hooks.goodput import Goodput
@@ -102,7 +102,7 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
         checkpoint = _find_checkpoint(config, memory, checkpoints, remote)
         recovery = Recovery(memory, checkpoints, folder, config.runtime.save_in_memory_every)
         if checkpoint is not None:
-            state = read_state(checkpoint, config)
+            state = read_checkpoint(checkpoint, config)
             provenance.compare(state["hooks"].get("Provenance"))
             if state["step"] >= data.steps:
                 log.warning(FINISHED, checkpoint, state["step"], data.steps)

@@ -110,7 +110,7 @@ def write_engine_state(
     return files
 
 
-def read_state(directory: Path, config: RunConfig) -> dict[str, Any]:
+def read_checkpoint(directory: Path, config: RunConfig) -> dict[str, Any]:
     """Read a checkpoint's state.json. Raises ValueError for one of another recipe or other data."""
     state = json.loads((directory / "state.json").read_text())
     if state["algorithm"] != config.algorithm:
@@ -123,7 +123,7 @@ def read_state(directory: Path, config: RunConfig) -> dict[str, Any]:
 
 def restore_engine(engine: Engine, directory: Path) -> None:
     """Resume from a checkpoint, hooks included. Raises ValueError for one of another recipe or other data."""
-    state = read_state(directory, engine.config)
+    state = read_checkpoint(directory, engine.config)
     for hook in engine.hooks:
         if saved := state["hooks"].get(type(hook).__name__):
             hook.load_state_dict(saved)

@@ -245,8 +245,8 @@ def _compute_stepwise(
         sequences.append(PrefillSequence(start, start + count, slice(slot, slot + 1)))
     images, start, shift = model.images if spans else None, len(positions), 0
     two_way = join_neighbours(spans) if images and images.has_two_way_images else ()
-    own = slice(neighbours, neighbours + 1)
-    sequences.append(PrefillSequence(start, start + prompt, own, two_way=two_way))
+    probed = slice(neighbours, neighbours + 1)
+    sequences.append(PrefillSequence(start, start + prompt, probed, two_way=two_way))
     fed, rotary = _pad(model, fed + tokens[:prompt].tolist(), [*positions, *range(prompt)])
     if images and (axes := images.find_positions(prompt, spans)) is not None:
         rotary, shift = F.pad(axes, (0, len(fed) - prompt)).to(model.device), images.find_shift(prompt, spans)
@@ -257,7 +257,7 @@ def _compute_stepwise(
         at[:neighbours] = indices[step + len(tokens) : step + len(tokens) + 1]
         fed[neighbours], at[neighbours] = tokens[step], step
         attention = DecodeAttention(cache, at, int(at.max()) + 1)
-        out.append(model.forward(fed, at - shift, attention, None)[own])
+        out.append(model.forward(fed, at - shift, attention, None)[probed])
     return torch.cat(out).float()
 
 
