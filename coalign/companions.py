@@ -14,7 +14,8 @@ group                  an entry
 ``coalign.rewards``    a reward function (see coalign.rewards), which `reward.fn` names. The questions of judges have a
                        group of their own, ``coalign.rewards.judge_questions``; so have environments, which
                        `rollout.fn` names: ``coalign.environments``
-``coalign.formats``    ``gguf(file, directory, weights)``: makes a Hugging Face directory of a file of this format
+``coalign.formats``    ``gguf(file, directory, weights)``: makes a Hugging Face directory of a file of this format.
+                       ``indexed(prefix, vocabulary, …)``: opens tokenised documents as rows of training data
 ``coalign.checks``     parts of `coalign check`. ``pipeline(file, overrides, cluster, display)``: the whole check of a
                        pipeline, False for other files. ``cluster(text)``: what `--cluster` describes.
                        ``data(plan, models, simulated)``: what the first rows of the data say (DataFindings).
@@ -53,7 +54,11 @@ COMPANIONS = {
         CHECKS: ("sandbox",),
     },
     "coalign-jobs": {COMMANDS: ("launch", "sweep")},
-    "coalign-megatron": {COMMANDS: ("convert", "extend-vocab", "indexed"), BACKENDS: ("megatron",)},
+    "coalign-megatron": {
+        BACKENDS: ("megatron",),
+        COMMANDS: ("convert", "extend-vocab", "indexed"),
+        FORMATS: ("indexed",),
+    },
     "coalign-migrate": {COMMANDS: ("import-config",)},
     "coalign-plan": {COMMANDS: ("plan",), CHECKS: ("cluster", "memory", "placement")},
     "coalign-prepare": {CHECKS: ("data",), COMMANDS: ("init", "inspect-data", "recipes", "schema"), FORMATS: ("gguf",)},

@@ -26,7 +26,6 @@ from coalign.config import ConfigError, load
 from coalign.config.functions import resolve
 from coalign.data.batch import Batch
 from coalign.data.cache import ARRAYS, HASH, ExampleStore
-from coalign.data.indexed import IndexedTokens
 from coalign.data.kinds import KINDS
 from coalign.data.messages import parse_messages, parse_response, parse_tools, parse_transcript
 from coalign.data.sources import BadRow, open_rows
@@ -38,17 +37,18 @@ from coalign.environments.tools import _Toolbox
 from coalign.files import hash_file, read_model_config
 from coalign.run_files.checkpoints import verify_checkpoint
 from coalign.run_files.records import read_records
-from coalign.weights.compare import open_saved_weights
 from coalign_graders import math_answer
 from coalign_megatron.convert.huggingface import HuggingFaceReader
 from coalign_megatron.convert.sources import find_iteration
 from coalign_megatron.families import find_family
+from coalign_megatron.indexed import IndexedTokens
 from coalign_megatron.indexed_writer import IndexedWriter
 from coalign_megatron.vocab.tokenizer import read_tokens
 from coalign_serve.config.pipeline_file import load_pipeline
 from coalign_serve.config.stages import SelectConfig
 from coalign_serve.resumable import ResumableOutput
 from coalign_serve.select import KEEP, select
+from coalign_serve.weights.compare import open_saved_weights
 from tests.config.conftest import recipe_defaults
 from tests.data.reading import reader, use
 from tests.environments.helpers import episode

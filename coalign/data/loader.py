@@ -13,6 +13,7 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from coalign.companions import FORMATS, load
 from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.batch import Batch
 from coalign.data.examples import Example, RowEncoder, RowLimit, build_batch
@@ -278,18 +279,15 @@ def _build_order(encoder: RowEncoder, config: DataConfig, source: SourceConfig, 
     if prefix := find_prefix(source.path):
         if not encoder.from_tokens:
             raise ValueError(f"{source.path} holds documents as token ids; this recipe reads rows of text")
-        from coalign.data.indexed import IndexedDocuments, IndexedTokens
-
-        limit, vocabulary = encoder.max_tokens, len(encoder.template.tokenizer)
-        data = IndexedDocuments(
-            IndexedTokens(prefix),
-            vocabulary,
-            max_tokens=limit,
+        documents = load(FORMATS, "indexed", "the reader of indexed datasets")(
+            prefix,
+            len(encoder.template.tokenizer),
+            max_tokens=encoder.max_tokens,
             phase=phase,
             max_samples=source.max_samples,
             source=source.called,
         )
-        return ShuffledOrder(data, shuffled)
+        return ShuffledOrder(documents, shuffled)
     rows = open_rows(source.path, source.max_samples, stream=config.stream)
     if config.stream:
         from coalign.data.cache import hash_file_samples, hash_settings

@@ -5,20 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from coalign.data.examples import MARKS, Example, RowEncoder
 from coalign.data.shuffle import DataPhase, permute
 from coalign.data.sources import START, FileRows, ReadPosition, SourceRow
 from coalign.types import SOURCE_KEY, Stat, Stats, Total
-
-if TYPE_CHECKING:
-    from coalign.data.indexed import IndexedDocuments
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +54,28 @@ class SourceScan:
             self._digest.update(span.image.encode())
 
 
-class FileSource(ABC):
+class ScannedRows(Protocol):
+    """A source of known size: item i holds the examples of usable row i, in file order.
+
+    ``tokens`` of all rows. ``report`` says how many rows are used, ``fingerprint`` tells a checkpoint which data these
+    were: "name", "rows" and "hash", as JSON values.
+    """
+
+    name: str
+    tokens: int
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> list[Example]: ...
+
+    def report(self) -> str: ...
+
+    def fingerprint(self) -> dict[str, Any]: ...
+
+
+class FileSource(ScannedRows):
     """Base of sources that read rows of files. Its encoder has counted all rows when it is initialised."""
 
     def __init__(self, encoder: RowEncoder, rows: FileRows, phase: DataPhase | None, tokens: int, hash: str) -> None:
@@ -68,12 +86,6 @@ class FileSource(ABC):
             raise ValueError(f"{self.name} has no usable rows {encoder.describe_emptiness(self.report())}")
         if warning := encoder.warning():
             log.warning("%s: %s", self.name, warning)
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def __getitem__(self, index: int) -> list[Example]: ...
 
     def report(self) -> str:
         """Summarise how many rows are used: "7473 rows: 7470 used, 2 empty, 1 over 1024 tokens"."""
@@ -110,11 +122,10 @@ class ScannedSource(FileSource):
 class ShuffledOrder:
     """Draws from a source of known size; each epoch has its own permutation, given by ``key`` and its number.
 
-    ``source[i]`` is usable row i in file order, encoded. With the key None, rows are drawn in that order. ``rows`` and
-    ``tokens`` are those of an epoch.
+    With the key None, rows are drawn in file order. ``rows`` and ``tokens`` are those of an epoch.
     """
 
-    def __init__(self, source: FileSource | IndexedDocuments, key: tuple[int, ...] | None) -> None:
+    def __init__(self, source: ScannedRows, key: tuple[int, ...] | None) -> None:
         self.source, self._key = source, key
         self.name, self.rows, self.tokens = source.name, len(source), source.tokens
         self._taken = 0

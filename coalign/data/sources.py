@@ -428,7 +428,7 @@ class FileRows:
 
 
 def find_prefix(path: str | Path) -> Path | None:
-    """Return the prefix of an indexed dataset (indexed.py) from PREFIX.idx or PREFIX.bin; None for any other path."""
+    """Return the prefix of an indexed dataset from PREFIX.idx or PREFIX.bin; None for any other path."""
     path = Path(path)
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else None
 

@@ -1,5 +1,4 @@
 """Weights between models and files: live sync, and readers of model files.
 
-Read first: sync/sync.py. compare.py finds what differs between two sets of weights, model_files.py and metadata.py read
-files that are not trusted.
+Read first: sync/sync.py. model_files.py and metadata.py read files that are not trusted.
 """

@@ -53,7 +53,7 @@ ALLOWED = {
     "devices": {"processes"},
     "memory": {"devices"},
     "algorithms": {"types", "cpu"},
-    "data": {"types", "algorithms", "config", "files", "hub", "hub_data", "processes"},
+    "data": {"companions", "types", "algorithms", "config", "files", "hub", "hub_data", "processes"},
     "rewards": {"companions", "types", "config", "data", "services", "threads", "processes"},
     "environments": {
         "types",
@@ -90,7 +90,10 @@ ALLOWED = {
     },
 }
 HEAVY = {
-    "ray": ("cluster/ray/", "cluster/survivors/", "coalign_jobs/ray_client.py", "coalign_jobs/sweep/tune.py"),
+    "ray": (
+        *("cluster/ray/", "cluster/survivors/", "coalign_diagnose/doctor/ray_nodes.py"),
+        *("coalign_jobs/ray_client.py", "coalign_jobs/sweep/tune.py"),
+    ),
     "vllm": "backends/engines/vllm/",
     "megatron": "coalign_megatron/backend/",
     "deepspeed": "backends/deepspeed.py",

@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText
 from coalign.backends import pretrained
 from coalign.config.schema import ModelConfig
 from coalign.files import list_weight_files
-from coalign_serve.merge import merge
+from coalign_serve.weights.merge import merge
 from tests.backends.architectures import PlainStep, build_trainer, compare_tokens, find_shape, load_plain, make
 from tests.backends.batches import rollout
 from tests.runs import run, run_in_two_parts, settings

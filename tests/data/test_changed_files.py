@@ -5,9 +5,9 @@ import os
 
 import pytest
 
-from coalign.data.indexed import IndexedTokens
 from coalign.data.sources import open_rows
 from coalign.files import hash_samples
+from coalign_megatron.indexed import IndexedTokens
 from coalign_megatron.indexed_writer import IndexedWriter, choose_dtype
 from tests.data.reading import write
 from tests.data.test_cache import loader as cached

@@ -21,12 +21,12 @@ from typing import Any, Literal
 
 from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.cache import hash_file_samples, hash_settings
-from coalign.data.indexed import IndexedTokens, name_files
 from coalign.data.kinds import DocumentEncoder
 from coalign.data.sources import START, ReadPosition, open_rows
 from coalign.data.templates import load_template
 from coalign.files import move_aside, require_free_output, write_text_atomically
 from coalign.hub_data import describe_source
+from coalign_megatron.indexed import IndexedTokens, name_files
 from coalign_megatron.indexed_writer import IndexedWriter, choose_dtype
 
 log = logging.getLogger(__name__)

@@ -63,8 +63,8 @@ def merge(
     overwrite: Overwrite = False,
 ):
     """Concatenate several datasets."""
-    from coalign.data.indexed import IndexedTokens
     from coalign.report.display import Display
+    from coalign_megatron.indexed import IndexedTokens
     from coalign_megatron.indexed_build import join
 
     datasets = [IndexedTokens(_prefix(path)) for path in prefixes]
@@ -84,8 +84,8 @@ def inspect(
     """Print the sizes of an indexed dataset, and some documents."""
     import numpy as np
 
-    from coalign.data.indexed import IndexedTokens
     from coalign.report.display import Display
+    from coalign_megatron.indexed import IndexedTokens
 
     display, data = Display(), IndexedTokens(_prefix(prefix))
     sizes = np.diff(data.ends)

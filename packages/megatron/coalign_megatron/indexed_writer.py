@@ -1,4 +1,4 @@
-"""Writes Megatron's indexed datasets, which `coalign.data.indexed` reads and describes."""
+"""Writes Megatron's indexed datasets, which `coalign_megatron.indexed` reads and describes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from coalign.data.indexed import CODES, HEADER, MAGIC, IndexedTokens, name_files
+from coalign_megatron.indexed import CODES, HEADER, MAGIC, IndexedTokens, name_files
 
 SMALL = 65500  # Megatron stores ids of smaller vocabularies in 16 bits
 

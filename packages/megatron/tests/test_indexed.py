@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from coalign.cli import app
 from coalign.config.schema import DataConfig
-from coalign.data.indexed import IndexedDocuments, IndexedTokens
 from coalign.data.loader import build_loader
 from coalign.data.shuffle import DataPhase
+from coalign_megatron.indexed import IndexedDocuments, IndexedTokens
 from coalign_megatron.indexed_build import BuildPlan, _run_tasks, _tokenise, build, join
 from coalign_megatron.indexed_writer import IndexedWriter, choose_dtype
 from tests.data.reading import texts
@@ -126,7 +126,7 @@ def test_joined_in_order(tmp_path):
 
 
 def test_pieces_train_every_token_but_the_first_once(tmp_path):
-    source = IndexedDocuments(write(tmp_path / "a", [*range(10)], [20, 21], [30], []), 100, max_tokens=4)
+    source = IndexedDocuments(write(tmp_path / "a", [*range(10)], [20, 21], [30], []).prefix, 100, max_tokens=4)
     found = [source[i][0] for i in range(len(source))]
     assert [example.tokens for example in found] == [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9], [20, 21]]
     assert all(example.loss_mask == [False] + [True] * (len(example.tokens) - 1) for example in found)
@@ -134,7 +134,7 @@ def test_pieces_train_every_token_but_the_first_once(tmp_path):
     assert [example.row["_row"] for example in found] == [0, 0, 0, 1]
     assert source.tokens == 14
     assert source.report() == "4 documents: 2 used, in 4 pieces of up to 4 tokens, 2 of less than two tokens left out"
-    source = IndexedDocuments(write(tmp_path / "a", [1, 2], [3, 99]), 99)
+    source = IndexedDocuments(write(tmp_path / "a", [1, 2], [3, 99]).prefix, 99)
     assert source[0][0].tokens == [1, 2]
     with pytest.raises(ValueError, match="a, document 1: token 99, but the tokenizer has 99"):
         source[1]
@@ -143,13 +143,13 @@ def test_pieces_train_every_token_but_the_first_once(tmp_path):
 
 
 def test_phases_and_max_samples_choose_documents(tmp_path):
-    data = write(tmp_path / "a", *([i, i + 1] for i in range(40)))
+    data = write(tmp_path / "a", *([i, i + 1] for i in range(40))).prefix
     taken = lambda source: {source[i][0].row["_row"] for i in range(len(source))}  # noqa: E731
     mine, theirs = (IndexedDocuments(data, 100, phase=DataPhase({"a": 1, "b": 3}, name)) for name in "ab")
     assert len(mine) == 10 and taken(mine) | taken(theirs) == set(range(40)) and not taken(mine) & taken(theirs)
     assert taken(IndexedDocuments(data, 100, max_samples=3)) == {0, 1, 2}
     with pytest.raises(ValueError, match="a has no usable rows"):
-        IndexedDocuments(write(tmp_path / "a", [1]), 100)
+        IndexedDocuments(write(tmp_path / "a", [1]).prefix, 100)
 
 
 def loader(path, kind="documents", **config):

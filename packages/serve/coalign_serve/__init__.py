@@ -2,5 +2,6 @@
 
 ``generate.py``, ``score.py`` and ``select.py`` read rows and write JSON lines; ``resumable.py`` keeps what an
 interrupted command has done. ``run_model.py`` finds the model of a run, ``judges.py`` scores by reward functions or a
-reward model. ``pipeline.py`` runs stages in rounds. ``serving/`` answers HTTP. ``config/`` has the settings of them.
+reward model. ``pipeline.py`` runs stages in rounds. ``serving/`` answers HTTP, ``weights/`` merges and compares
+weights. ``config/`` has the settings of them.
 """

@@ -46,7 +46,7 @@ def merge(
     """Merge an adapter into its base model: one directory that loads without peft."""
     from coalign.hub import fetch
     from coalign.report.display import Display
-    from coalign_serve.merge import merge as write
+    from coalign_serve.weights.merge import merge as write
 
     write(fetch(str(base)), fetch(str(adapter)), output, dtype=dtype)
     Display().note(f"{base} + {adapter} -> {output}")
@@ -67,7 +67,7 @@ def check_sync(
     """Compare two sets of weights, tensor by tensor. Exit code 1 if they differ."""
     from coalign.api import load_config
     from coalign.report.display import Display
-    from coalign_serve.check_sync import check_run, check_saved
+    from coalign_serve.weights.check_sync import check_run, check_saved
 
     if config is not None:
         same = check_run(load_config(config, sides), Display())

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from typer.testing import CliRunner
 
 from coalign.cli import app
-from coalign_serve.merge import merge
+from coalign_serve.weights.merge import merge
 from tests.backends.batches import rollout
 from tests.backends.test_fsdp import module, same, weights
 from tests.tiny import tiny_model_dir, tiny_tokenizer
@@ -53,7 +53,7 @@ def test_an_error_leaves_nothing_behind(base, tmp_path, monkeypatch):
         raise OSError("no space left")
 
     peft_adapter(base, tmp_path / "adapter")
-    monkeypatch.setattr("coalign_serve.merge.copy_processor", fail)  # after the weights are written
+    monkeypatch.setattr("coalign_serve.weights.merge.copy_processor", fail)  # after the weights are written
     with pytest.raises(OSError, match="no space left"):
         merge(base, tmp_path / "adapter", tmp_path / "merged")
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]

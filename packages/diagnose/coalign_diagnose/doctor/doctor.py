@@ -28,7 +28,7 @@ from coalign_diagnose.doctor.node_facts import Kind, NodeFacts, NodeRequest, lis
 from coalign_diagnose.doctor.preflight import ClusterFacts, NodeLink, PreflightFinding, count_levels, examine
 
 if TYPE_CHECKING:
-    from coalign.cluster.ray.ray_nodes import RayNodes
+    from coalign_diagnose.doctor.ray_nodes import RayNodes
 
 NODE_SECONDS = 60.0  # how long a node may take to start a process, and to measure itself
 PORTS = ((6379, "Ray's head"), (5000, "coalign serve-reward"), (8000, "coalign serve"))
@@ -104,7 +104,7 @@ def measure_machine(request: NodeRequest) -> ClusterFacts:
 def measure_cluster(address: str, request: NodeRequest, resource: str) -> ClusterFacts:
     """Measure all nodes of a Ray cluster at once. Raises ValueError if it does not answer."""
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # it would write a line a second about a wrong token
-    from coalign.cluster.ray.ray_nodes import RayNodes  # the extra [ray] is needed only here
+    from coalign_diagnose.doctor.ray_nodes import RayNodes  # the extra [ray] is needed only here
 
     with RayNodes(address, resource) as nodes:
         addresses = nodes.addresses

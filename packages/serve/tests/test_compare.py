@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from coalign.weights.compare import TensorDigest, WeightSet, find_differences, open_saved_weights
+from coalign_serve.weights.compare import TensorDigest, WeightSet, find_differences, open_saved_weights
 
 
 def side(name, tensors):

@@ -19,7 +19,7 @@ from coalign.launch.plan import find_recipe, prepare
 from coalign.report.display import Display
 from coalign.roles import Rollout
 from coalign.types import Stat
-from coalign.weights.compare import Difference, TensorDigest, WeightSet, find_differences, open_saved_weights
+from coalign_serve.weights.compare import Difference, TensorDigest, WeightSet, find_differences, open_saved_weights
 
 if TYPE_CHECKING:
     from coalign.backends.base import Module, TrainableModule

@@ -100,7 +100,7 @@ class IndexedDocuments:
 
     def __init__(
         self,
-        data: IndexedTokens,
+        prefix: Path,
         vocabulary: int,
         *,
         max_tokens: int | None = None,
@@ -109,8 +109,9 @@ class IndexedDocuments:
         source: str = "",
     ) -> None:
         """``vocabulary`` is its size in tokens, ``source`` the rows' source. ValueError if no document is usable."""
-        self.name, self._source = data.prefix.name, source
-        self._data, self._vocabulary = data, vocabulary
+        self.name, self._source = prefix.name, source
+        self._data, self._vocabulary = IndexedTokens(prefix), vocabulary
+        data = self._data
         numbers: Iterable[int] = range(len(data) if max_samples is None else min(len(data), max_samples))
         if phase is not None:
             numbers = (number for number in numbers if number in phase)
