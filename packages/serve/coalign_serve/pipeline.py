@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from coalign.report.display import Display
 from coalign.report.step_line import format_metric
 from coalign.roles import Trainable
 from coalign.run_files.lock import lock_folder
-from coalign_serve.config.pipeline_file import PipelineFile, is_pipeline, load_pipeline
+from coalign_serve.config.pipeline_file import PipelineFile
 from coalign_serve.config.stages import GenerateConfig, JudgeConfig, ScoreConfig, SelectConfig
 from coalign_serve.generate import generate
 from coalign_serve.judges import choose_device
@@ -172,16 +172,6 @@ def run_pipeline(file: PipelineFile, display: Display) -> int:
                 return code
     display.show(f"results in {file.header.output}")
     return 0
-
-
-def check(file: Path, overrides: Sequence[str], cluster: str | None, display: Display) -> bool:
-    """Check a pipeline for `coalign check`; return whether the file is one. Raises what `check_pipeline` raises."""
-    if not is_pipeline(file):
-        return False
-    if cluster:
-        raise ValueError(f"--cluster {cluster}: {file} is a pipeline; check the YAML of its training stage")
-    check_pipeline(load_pipeline(file, overrides), display)
-    return True
 
 
 def check_pipeline(file: PipelineFile, display: Display) -> None:

@@ -18,7 +18,8 @@ from coalign.config import ConfigError
 from coalign.engine.hooks.recorder import MetricsRecorder
 from coalign.report.display import Display
 from coalign_serve import pipeline
-from coalign_serve.config.pipeline_file import is_pipeline, load_pipeline
+from coalign_serve.config.pipeline_file import load_pipeline
+from coalign_serve.pipeline_check import is_pipeline
 from coalign_serve.resumable import ResumableOutput
 from packages.serve.tests.interruption import Killed, kill_after, read_rows, write_rows
 from tests.runs import ROOT

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from coalign.config.errors import ConfigError, ConfigLocation, ConfigProblem, Conflict, Key, suggest
-from coalign.config.layering import ConfigLayer, apply_override, expand_shorthands, read_file, read_includes
+from coalign.config.layering import ConfigLayer, apply_override, expand_shorthands, read_includes
 from coalign.config.loading import Defaults, LoadContext, load_run, raise_problems, read_layer, validate_layer
 from coalign.config.schema import Section
 from coalign_serve.config.stages import STAGES, PipelineConfig
@@ -70,11 +70,6 @@ def load_pipeline(source: str | os.PathLike[str], overrides: Sequence[str] = ())
     _expand_stages(layer, folder)
     header = replace(layer, data=_without_settings(layer), problems=[])
     return PipelineFile(validate_layer(header, LoadContext(folder)), layer, Path(source))
-
-
-def is_pipeline(path: str | os.PathLike[str]) -> bool:
-    """Whether a YAML file describes a pipeline; an unreadable file does not."""
-    return "stages" in read_file(Path(path)).data
 
 
 def _stages(layer: ConfigLayer) -> list[dict[str, Any]]:
