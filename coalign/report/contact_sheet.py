@@ -22,8 +22,7 @@ from coalign.config.schema import ImagesConfig
 from coalign.data.images.image_files import read_content
 from coalign.data.images.videos import read_frames
 from coalign.data.sources import BadRow
-from coalign.run_files.records import parse_record, read_end
-from coalign.run_files.sample_text import name_group
+from coalign.run_files.records import name_group, parse_record, read_end
 
 SIDE = 192  # pixels of a thumbnail's longer side
 FRAMES = 4  # shown per video

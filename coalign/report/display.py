@@ -47,7 +47,7 @@ from coalign.report.step_line import (
     list_step_fields,
     smooth_metrics,
 )
-from coalign.run_files.sample_text import name_group
+from coalign.run_files.records import name_group
 
 if TYPE_CHECKING:
     from coalign.types import Sample  # which imports torch: two seconds that `coalign check` does not need

@@ -90,3 +90,10 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 def select_numbers(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite metrics of a record as floats (metrics.jsonl writes NaN as null)."""
     return {name: float(value) for name, value in record.items() if isinstance(value, bool) or is_number(value)}
+
+
+def name_group(group: Any) -> str:
+    """Name the group of a sample: `group 3`; those of evaluations count from -1 down, `evaluation prompt 1`."""
+    if type(group) is not int:
+        return "no group"
+    return f"group {group}" if group >= 0 else f"evaluation prompt {-group}"

@@ -14,6 +14,7 @@ from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
+from coalign_serve.weights.adapter import merge_adapter
 from tests.backends.batches import rollout
 from tests.backends.test_fsdp import module
 from tests.backends.test_lora import scores
@@ -44,7 +45,7 @@ def test_merged_weights_compute_what_the_adapters_do(paths, family, tmp_path):  
     trainer.save_adapter(tmp_path / "adapter")
     again = module(path, lora=EXPERTS | {"load": str(tmp_path / "adapter")})
     torch.testing.assert_close(scores(again), own, rtol=0, atol=1e-6)
-    merged = adapters.merge_adapter(AutoModelForCausalLM.from_pretrained(path), tmp_path / "adapter")
+    merged = merge_adapter(AutoModelForCausalLM.from_pretrained(path), tmp_path / "adapter")
     theirs = merged.state_dict()
     exported = dict(trainer.export_weights())
     assert exported.keys() <= theirs.keys()

@@ -15,8 +15,7 @@ from typing import Any
 from coalign.report.plots import PLOTS, Curve, CurvePlot, choose_curves
 from coalign.report.step_line import describe_goodput, format_metric, format_number, list_step_fields, smooth_metrics
 from coalign.run_files.lock import read_owner
-from coalign.run_files.records import parse_record, select_numbers
-from coalign.run_files.sample_text import name_group
+from coalign.run_files.records import name_group, parse_record, select_numbers
 from coalign.run_files.state import read_state
 from coalign_board.following import START, follow_growth, follow_records, follow_text
 

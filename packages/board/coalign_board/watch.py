@@ -16,7 +16,7 @@ from textual_plotext import PlotextPlot
 
 from coalign.report.plots import Curve, CurvePlot
 from coalign.run_files.metric_table import describe_metric
-from coalign.run_files.sample_text import find_question
+from coalign_board.questions import find_question
 from coalign_board.run_view import RunView, describe_sample
 
 REFRESH_SECONDS = 1.0

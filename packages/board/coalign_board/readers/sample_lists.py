@@ -15,10 +15,10 @@ from threading import Lock
 from typing import Any
 
 from coalign.files import open_regular, read_bounded
-from coalign.run_files.records import is_number, parse_record, read_end
+from coalign.run_files.records import is_number, name_group, parse_record, read_end
 from coalign.run_files.rollouts import list_rollout_steps
-from coalign.run_files.sample_text import find_question, name_group
 from coalign_board.catalog import find_within
+from coalign_board.questions import find_question
 from coalign_board.readers import read_choice, read_count
 from coalign_board.readers.rollouts import read_row
 from coalign_board.readers.sample_index import NAME, PHASES, SampleIndex, SampleSummary, is_sample, read_record

@@ -12,6 +12,7 @@ from coalign.backends import lora
 from coalign.backends.pretrained import find_auto_class
 from coalign.backends.vision_language import copy_processor
 from coalign.files import read_model_config, require_free_output, write_atomically
+from coalign_serve.weights.adapter import merge_adapter
 
 HEAD = lora.PREFIX + "score.weight"
 
@@ -35,7 +36,7 @@ def merge(base: Path, adapter: Path, output: Path, *, dtype: str | None = None) 
     if missing := {name for name in info["missing_keys"] if lora.PREFIX + name not in tensors}:
         raise ValueError(f"neither {base} nor {adapter} has {sorted(missing)}")
     stored = getattr(torch, dtype) if dtype else config.dtype or torch.float32
-    merged: Any = lora.merge_adapter(model, adapter)  # nor that `to` takes a dtype
+    merged: Any = merge_adapter(model, adapter)  # nor that `to` takes a dtype
     tokenizer = _read_tokenizer(base, adapter, rows=merged.get_input_embeddings().weight.shape[0])
     output.parent.mkdir(parents=True, exist_ok=True)
     with write_atomically(output) as aside:

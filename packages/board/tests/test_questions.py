@@ -1,21 +1,14 @@
-"""What lists say of a sample: its group, and the question."""
+"""The question of a sample, which lists show."""
 
 from __future__ import annotations
 
 import pytest
 
-from coalign.run_files.sample_text import find_question, name_group
+from coalign_board.questions import find_question
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 FIRST, LAST = ({"role": "user", "content": text} for text in ("What is 1 + 1?", "And 2 + 2?\n"))
 ANSWER = {"role": "assistant", "content": "Two."}
-
-
-@pytest.mark.parametrize(
-    ("group", "name"), [(0, "group 0"), (12, "group 12"), (-1, "evaluation prompt 1"), (None, "no group")]
-)
-def test_a_group_has_a_name(group, name):
-    assert name_group(group) == name
 
 
 @pytest.mark.parametrize(

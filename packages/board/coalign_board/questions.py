@@ -1,16 +1,9 @@
-"""Texts for lists of samples: the group of a sample, and the last question to the policy."""
+"""The question of a sample, for lists: the last turn of the user."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
-
-
-def name_group(group: Any) -> str:
-    """Name the group of a sample: `group 3`; those of evaluations count from -1 down, `evaluation prompt 1`."""
-    if type(group) is not int:
-        return "no group"
-    return f"group {group}" if group >= 0 else f"evaluation prompt {-group}"
 
 
 def find_question(sample: Mapping[str, Any]) -> str:
