@@ -178,11 +178,11 @@ class Arena:
             size = sum(managed.size for managed in coming)
             with self._books:
                 self._check(size, f"for the {' and '.join(component for _, component in keys)} of '{model}'")
-            with copy_stream(self.device, after_compute=False):
+            with _copy_stream(self.device, after_compute=False):
                 for managed in coming:
                     assert managed.host is not None, "an offloaded storage has a copy on the host"
                     managed.storage.resize_(managed.size)
-                    view_bytes(managed.storage).copy_(managed.host, non_blocking=True)
+                    _view_bytes(managed.storage).copy_(managed.host, non_blocking=True)
                     with self._books:
                         managed.resident = True
                         self._count(managed.size)
@@ -194,13 +194,13 @@ class Arena:
     def _save(self, storages: list[_ManagedStorage]) -> None:
         """Copy storages to their host buffers, which are allocated the first time and then kept."""
         new = [managed for managed in storages if managed.host is None]
-        buffers = allocate_host([managed.size for managed in new], pinned=is_accelerator(self.device))
+        buffers = _allocate_host([managed.size for managed in new], pinned=is_accelerator(self.device))
         for managed, buffer in zip(new, buffers, strict=True):
             managed.host = buffer
-        with copy_stream(self.device, after_compute=True):
+        with _copy_stream(self.device, after_compute=True):
             for managed in storages:
                 assert managed.host is not None
-                managed.host.copy_(view_bytes(managed.storage), non_blocking=True)
+                managed.host.copy_(_view_bytes(managed.storage), non_blocking=True)
 
     def _storages_of(self, keys: Iterable[Key]) -> list[_ManagedStorage]:
         return list({id(s): s for key in keys for s in self._components[key]}.values())
@@ -236,7 +236,7 @@ BLOCK = 256 * 2**20  # bytes; a power of two, because torch rounds pinned memory
 ALIGNMENT = 64
 
 
-def allocate_host(sizes: Sequence[int], *, pinned: bool) -> list[Tensor]:
+def _allocate_host(sizes: Sequence[int], *, pinned: bool) -> list[Tensor]:
     """Allocate one host buffer (u8[size]) for each size, cut from blocks of up to ``BLOCK`` bytes.
 
     A larger buffer has a block to itself. A block is freed together with the last buffer in it.
@@ -277,7 +277,7 @@ def get_storage(tensor: Tensor) -> UntypedStorage:
     return getattr(tensor, "to_local", lambda: tensor)().untyped_storage()
 
 
-def view_bytes(storage: UntypedStorage) -> Tensor:
+def _view_bytes(storage: UntypedStorage) -> Tensor:
     """Return all bytes of a storage as a u8 tensor that shares its memory."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
@@ -310,7 +310,7 @@ def move_module(module: nn.Module, device: torch.device | str) -> None:
 
 
 @contextmanager
-def copy_stream(device: torch.device, *, after_compute: bool) -> Iterator[None]:
+def _copy_stream(device: torch.device, *, after_compute: bool) -> Iterator[None]:
     """Run the copies of a block on a separate stream of ``device``, and wait for them at its end.
 
     They overlap with the computation on the device; with ``after_compute`` they start once the work queued so far is

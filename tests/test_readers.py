@@ -25,7 +25,7 @@ from coalign.companions import REWARDS
 from coalign.config import ConfigError, load
 from coalign.config.functions import resolve
 from coalign.data.batch import Batch
-from coalign.data.cache import ARRAYS, HASH, ExampleStore
+from coalign.data.cache import ARRAYS, HASH, _ExampleStore
 from coalign.data.kinds import KINDS
 from coalign.data.messages import parse_messages, parse_response, parse_tools, parse_transcript
 from coalign.data.sources import BadRow, open_rows
@@ -198,7 +198,7 @@ FILES = {  # name of the file: who writes a good one, who reads it
     "scored.jsonl": (write_lines(*SCORED), select_all),
     "out.jsonl.partial": (write_lines({"seed": 1}, [{"x": 1}]), resume_output),
     "manifest.json": (write_checkpoint, lambda path: verify_checkpoint(path.parent)),
-    "meta.json": (write_cache, lambda path: ExampleStore(path.parent)),
+    "meta.json": (write_cache, lambda path: _ExampleStore(path.parent)),
     "dump.pt": (lambda path: _write_dump(path, 1, BATCH, {}, ["x"]), read_dump),
     "metrics.jsonl": (write_lines({"step": 1, "loss": 1.0}), lambda path: [*read_records(path)]),
     "config.json": (lambda path: tiny_model_dir(path.parent), read_family),

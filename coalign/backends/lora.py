@@ -60,7 +60,7 @@ def attach(model: PreTrainedModel, config: ModelConfig, *, seed: int, name: str)
     linear layer and no experts, or the head."""
     peft, lora = import_peft(), config.lora
     assert lora is not None
-    experts = find_target_experts(model, lora.target)
+    experts = _find_target_experts(model, lora.target)
     for key in ("dropout", "dora"):  # peft does not know them for stacked experts
         if experts and (value := getattr(lora, key)):
             what = f"adapters of stacked experts (lora.target matches '{experts[0]}') have none; leave it out"
@@ -83,7 +83,7 @@ def attach(model: PreTrainedModel, config: ModelConfig, *, seed: int, name: str)
         parameter.data = parameter.data.float()
 
 
-def find_target_experts(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+def _find_target_experts(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """The full names of the parameters with stacked experts that ``patterns`` match."""
     names = [name for name, parameter in model.named_parameters() if parameter.dim() == 3]
     return [name for name in names if any(matches_layer(name, pattern) for pattern in patterns)]
@@ -124,7 +124,7 @@ def _find_target_layers(model: PreTrainedModel, patterns: Sequence[str], key: st
                 f"{key}: '{pattern}' matches the head '{head}', which takes no adapter: Coalign reads its weight "
                 "without calling it. `all-linear` is every linear layer but the head"
             )
-        if not hits and not find_target_experts(model, [pattern]):
+        if not hits and not _find_target_experts(model, [pattern]):
             if matches_layer(embeddings, pattern):
                 raise ValueError(f"{key}: '{pattern}' matches the embeddings; adapters go into linear layers")
             layers = f"the linear layers of {type(model).__name__} ({_examples(inner, pattern)})"

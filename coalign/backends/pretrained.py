@@ -248,11 +248,11 @@ def list_forbidden_ids(config: ModelConfig, context: Context, vocabulary: int) -
     if context.tokens_only:
         uses_model_tokenizer = config.chat_template or config.judge or context.tokenizer is None
         tokenizer = read_tokenizer(config) if uses_model_tokenizer else read_run_tokenizer(context)
-        forbidden |= {*list_tokenless_ids(tokenizer, vocabulary)}
+        forbidden |= {*_list_tokenless_ids(tokenizer, vocabulary)}
     return sorted(forbidden)
 
 
-def list_tokenless_ids(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> list[int]:
+def _list_tokenless_ids(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> list[int]:
     """The ids of a model's ``vocabulary`` that stand for no token: rows that pad it, and gaps."""
     named = {*tokenizer.get_vocab().values(), *tokenizer.added_tokens_decoder}
     return [i for i in range(vocabulary) if i not in named and not _has_token(tokenizer, i)]

@@ -524,7 +524,7 @@ def wait(future: Future, tasks: Sequence[WorkerTask], deadlines: CallDeadlines) 
                     raise WorkerLost(future.call, [task.worker for task in lost], failure)
                 if isinstance(failure.exception, PayloadLost):
                     raise WorkerLost(future.call, [], failure)
-                if is_cut_off(failure):
+                if _is_cut_off(failure):
                     raise WorkerLost(future.call, [worker_of[done]], failure)
                 raise WorkerError(future.call, worker_of[done], failure) from failure.exception
             if count == len(worker_of):
@@ -538,7 +538,7 @@ def wait(future: Future, tasks: Sequence[WorkerTask], deadlines: CallDeadlines) 
     return metas
 
 
-def is_cut_off(failure: WorkerFailure) -> bool:
+def _is_cut_off(failure: WorkerFailure) -> bool:
     """Return whether a collective failed because a connection to another process ended or did not come about."""
     return failure.error_type in NETWORK_ERRORS or (failure.error_type == "RuntimeError" and GLOO in failure.message)
 

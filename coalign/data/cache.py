@@ -57,7 +57,7 @@ class _DamagedCache(ValueError):
     """A cache entry whose files were changed after they were written."""
 
 
-class ExampleStore:
+class _ExampleStore:
     """The examples that `_store_examples` wrote to ``folder``, by the number of a usable row."""
 
     def __init__(self, folder: Path) -> None:
@@ -142,10 +142,10 @@ def _encode_rest(example: Example, row: Mapping[str, Any]) -> bytes:
     return json.dumps(rest).encode()
 
 
-class CachedSource(FileSource):
+class _CachedSource(FileSource):
     """A source for ShuffledOrder whose rows were tokenised before. It draws exactly what ScannedSource would."""
 
-    def __init__(self, encoder: RowEncoder, rows: FileRows, phase: DataPhase | None, store: ExampleStore) -> None:
+    def __init__(self, encoder: RowEncoder, rows: FileRows, phase: DataPhase | None, store: _ExampleStore) -> None:
         """ValueError if it holds no usable row."""
         encoder.counts, self._store = Counter(store.meta["counts"]), store
         super().__init__(encoder, rows, phase, store.meta["tokens"], store.meta["hash"])
@@ -161,7 +161,7 @@ class CachedSource(FileSource):
 
 def open_cached(
     directory: Path, encoder: RowEncoder, rows: FileRows, phase: DataPhase | None, identity: str
-) -> CachedSource:
+) -> _CachedSource:
     """Open the source's entry in ``directory``; tokenise the source first if there is none, or a damaged one.
 
     ``identity`` is `hash_settings` of the `hash_files`. Several processes may do this at once: the first complete entry
@@ -170,7 +170,7 @@ def open_cached(
     entry = directory / f"{rows.paths[0].stem}-{_digest([identity, _hash_code()])}"
     if entry.exists():
         try:
-            return CachedSource(encoder, rows, phase, ExampleStore(entry))
+            return _CachedSource(encoder, rows, phase, _ExampleStore(entry))
         except _DamagedCache as error:
             log.warning("data.cache: %s; tokenising %s again", error, encoder.name)
             with _temporary_folder(directory) as folder, suppress(FileNotFoundError):  # another process may be faster
@@ -184,7 +184,7 @@ def open_cached(
         except OSError:
             if not entry.exists():  # otherwise another process was first
                 raise
-    return CachedSource(encoder, rows, phase, ExampleStore(entry))
+    return _CachedSource(encoder, rows, phase, _ExampleStore(entry))
 
 
 def hash_settings(

@@ -24,7 +24,7 @@ Render = Callable[[list[Message]], str]
 
 
 @dataclass(frozen=True, slots=True)
-class StandIn:
+class _StandIn:
     """A text that replaces one of message ``index``; ``what`` says which."""
 
     text: str
@@ -103,13 +103,13 @@ def list_unknown_keys(message: Message, jinja: str = "") -> list[str]:
     return [f"'{key}'" for key in keys if not re.search(rf"\b{re.escape(key)}\b", jinja)]
 
 
-def _write_stand_ins(messages: Sequence[Message]) -> tuple[list[Message], list[StandIn]]:
+def _write_stand_ins(messages: Sequence[Message]) -> tuple[list[Message], list[_StandIn]]:
     """Return the messages with stand-ins for all of their texts, and the stand-ins."""
-    expected: list[StandIn] = []
+    expected: list[_StandIn] = []
     numbers = count()
 
     def stand(index: int, what: str) -> str:
-        expected.append(StandIn(f"qz{next(numbers)}qz", index, what))
+        expected.append(_StandIn(f"qz{next(numbers)}qz", index, what))
         return expected[-1].text
 
     return [_replace_texts(message, lambda what, i=i: stand(i, what)) for i, message in enumerate(messages)], expected
@@ -162,7 +162,7 @@ def _describe_form(message: Message) -> Hashable:
     return message["role"], shape, calls, tuple(sorted(message)), filled, is_learned(message)
 
 
-def _is_dropped_later(messages: Sequence[Message], stand_in: StandIn, render: Render) -> bool:
+def _is_dropped_later(messages: Sequence[Message], stand_in: _StandIn, render: Render) -> bool:
     """Whether a template writes the content beside a call only until an answer follows, as gpt-oss' does on purpose."""
     if stand_in.what != "content" or not messages[stand_in.index].get("tool_calls"):
         return False

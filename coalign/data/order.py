@@ -54,7 +54,7 @@ class SourceScan:
             self._digest.update(span.image.encode())
 
 
-class ScannedRows(Protocol):
+class _ScannedRows(Protocol):
     """A source of known size: item i holds the examples of usable row i, in file order.
 
     ``tokens`` of all rows. ``report`` says how many rows are used, ``fingerprint`` tells a checkpoint which data these
@@ -75,7 +75,7 @@ class ScannedRows(Protocol):
     def fingerprint(self) -> dict[str, Any]: ...
 
 
-class FileSource(ScannedRows):
+class FileSource(_ScannedRows):
     """Base of sources that read rows of files. Its encoder has counted all rows when it is initialised."""
 
     def __init__(self, encoder: RowEncoder, rows: FileRows, phase: DataPhase | None, tokens: int, hash: str) -> None:
@@ -125,7 +125,7 @@ class ShuffledOrder:
     With the key None, rows are drawn in file order. ``rows`` and ``tokens`` are those of an epoch.
     """
 
-    def __init__(self, source: ScannedRows, key: tuple[int, ...] | None) -> None:
+    def __init__(self, source: _ScannedRows, key: tuple[int, ...] | None) -> None:
         self.source, self._key = source, key
         self.name, self.rows, self.tokens = source.name, len(source), source.tokens
         self._taken = 0

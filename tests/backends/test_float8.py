@@ -48,18 +48,18 @@ def test_where_it_cannot_be_is_refused(monkeypatch):
 def test_the_linear_layers_whose_sizes_fit_are_chosen(tmp_path):
     attention = [f"self_attn.{name}_proj" for name in "qkvo"]
     mlp = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
-    assert layers.find_float8_layers(layer(tiny_model_dir(tmp_path / "fits", intermediate_size=48))) == [
+    assert layers._find_float8_layers(layer(tiny_model_dir(tmp_path / "fits", intermediate_size=48))) == [
         *attention,
         *mlp,
     ]
-    assert layers.find_float8_layers(layer(tiny_model_dir(tmp_path / "odd", intermediate_size=40))) == attention
+    assert layers._find_float8_layers(layer(tiny_model_dir(tmp_path / "odd", intermediate_size=40))) == attention
 
 
 def test_routers_are_not(tmp_path):
-    names = layers.find_float8_layers(layer(tiny_model_dir(tmp_path, **MODELS["shared"] | {"num_experts": 16})))
+    names = layers._find_float8_layers(layer(tiny_model_dir(tmp_path, **MODELS["shared"] | {"num_experts": 16})))
     assert "self_attn.q_proj" in names and not [name for name in names if name.endswith("gate")]
     block = torch.nn.ModuleDict({"gate": torch.nn.Linear(32, 16), "up": torch.nn.Linear(32, 16)})
-    assert layers.find_float8_layers(block) == ["up"]
+    assert layers._find_float8_layers(block) == ["up"]
 
 
 def test_a_step_in_emulation_is_near_that_of_bfloat16_and_names_stay(tmp_path):

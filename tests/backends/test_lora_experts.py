@@ -92,5 +92,5 @@ def test_a_pattern_that_matches_nothing(paths):  # noqa: F811
     with pytest.raises(ValueError, match=r"lora.target: '\*.experts.up' matches none of the linear layers"):
         module(paths("qwen3_moe"), lora={"target": ["*.experts.up"]})
     skeleton = pretrained.build_skeleton(ModelConfig(load=paths("qwen3_moe")))
-    assert len(adapters.find_target_experts(skeleton, ["*.experts.*"])) == 4
-    assert not adapters.find_target_experts(skeleton, ["all-linear"])
+    assert len(adapters._find_target_experts(skeleton, ["*.experts.*"])) == 4
+    assert not adapters._find_target_experts(skeleton, ["all-linear"])

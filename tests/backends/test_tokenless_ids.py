@@ -55,10 +55,10 @@ def is_said(batch):
 
 def test_what_has_no_token(path):
     tokenizer = AutoTokenizer.from_pretrained(path)
-    assert pretrained.list_tokenless_ids(tokenizer, 320) == [*range(TOKENS, 320)]
-    assert pretrained.list_tokenless_ids(tiny_tokenizer(), TOKENS) == []
+    assert pretrained._list_tokenless_ids(tokenizer, 320) == [*range(TOKENS, 320)]
+    assert pretrained._list_tokenless_ids(tiny_tokenizer(), TOKENS) == []
     tokenizer.add_tokens(["<tool>"])
-    assert pretrained.list_tokenless_ids(tokenizer, 300) == [*range(TOKENS + 1, 300)]
+    assert pretrained._list_tokenless_ids(tokenizer, 300) == [*range(TOKENS + 1, 300)]
 
 
 def test_gaps_have_no_token_and_repeated_texts_have_one():
@@ -73,7 +73,7 @@ def test_gaps_have_no_token_and_repeated_texts_have_one():
         def convert_ids_to_tokens(self, number):
             return texts[number] if number < 4 else "<unk>" if number == 4 else [][number]
 
-    assert pretrained.list_tokenless_ids(Vocabulary(), 7) == [2, 4, 5, 6]
+    assert pretrained._list_tokenless_ids(Vocabulary(), 7) == [2, 4, 5, 6]
 
 
 @pytest.mark.parametrize(("engine", "temperature"), [("native", 0.6), ("native", 0.0), ("transformers", 1.0)])

@@ -54,9 +54,9 @@ def test_a_step_and_what_can_be_cut(case, tmp_path):
 
     model = module.model.model
     layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
-    reason = plans.find_unfit_layers(model, list(layers))
+    reason = plans._find_unfit_layers(model, list(layers))
     assert NO_PLAN[case] in reason if case in NO_PLAN else reason is None
-    reason = plans.find_unfit_experts(model, 2)
+    reason = plans._find_unfit_experts(model, 2)
     assert reason is None if case in MOE else "no experts" in reason
 
 

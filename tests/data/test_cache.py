@@ -167,7 +167,7 @@ def test_arrays_are_mapped(tmp_path):
     path, cache = write(tmp_path / "a.jsonl", ROWS["labelled"]), tmp_path / "cache"
     loader(path, cache=str(cache))
     (entry,) = cache.iterdir()
-    assert isinstance(stored.ExampleStore(entry)._tokens, np.memmap)
+    assert isinstance(stored._ExampleStore(entry)._tokens, np.memmap)
 
 
 @pytest.mark.slow

@@ -186,7 +186,7 @@ def test_an_error_while_leaving_loses_nothing(arena, monkeypatch):
         return torch.empty(0, dtype=torch.uint8).set_(storage)
 
     with monkeypatch.context() as patch:
-        patch.setattr(arena_module, "view_bytes", failing)
+        patch.setattr(arena_module, "_view_bytes", failing)
         with pytest.raises(OSError, match="the bus is gone"):
             arena.offload("trainer", ["weights"])
     assert arena.list_resident("trainer") == {"weights": 2048}
@@ -194,7 +194,7 @@ def test_an_error_while_leaving_loses_nothing(arena, monkeypatch):
     arena.offload("trainer", ["weights"])
     seen.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(arena_module, "view_bytes", failing)
+        patch.setattr(arena_module, "_view_bytes", failing)
         with pytest.raises(OSError, match="the bus is gone"):
             arena.reload("trainer", ["weights"])
     assert arena.list_offloaded("trainer")["weights"] > 0  # refused to calls, and another try goes on

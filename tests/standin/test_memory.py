@@ -87,7 +87,7 @@ def test_copies_that_nobody_waits_for_would_be_found(monkeypatch):
         with torch.Stream(device):
             yield
 
-    monkeypatch.setattr(memory, "copy_stream", hasty_stream)
+    monkeypatch.setattr(memory, "_copy_stream", hasty_stream)
     arena = Arena(CARD)
     x = torch.ones(1000, device=CARD)
     arena.settle("model", "weights", [x])

@@ -15,7 +15,7 @@ from coalign.roles import Context
 from coalign.types import Total
 from coalign.weights.sync import broadcast, segment, shared_memory
 from coalign.weights.sync.checksums import copy_tensors
-from coalign.weights.sync.stored import verify_buckets
+from coalign.weights.sync.stored import _verify_buckets
 from coalign.weights.sync.sync import WeightSync
 from coalign.weights.sync.transport import WeightError
 from tests.weights import modules
@@ -262,7 +262,7 @@ def damaged_send(module, store, *arguments):
 
 
 def damaged_verify(module, store, references, directory=None):
-    """``verify_buckets`` of what has one bit flipped."""
+    """``_verify_buckets`` of what has one bit flipped."""
     for reference in references:
         for packed in store.get(reference):
             data = packed.data.copy()
@@ -295,7 +295,7 @@ def test_bytes_that_are_damaged_once_are_sent_again(make, syncing, caplog):
             sync.transport.target = target
             return super().run(function, *arguments, **keywords)
 
-    sync.transport.target = DamagingOnce(target, verify_buckets, damaged_verify)
+    sync.transport.target = DamagingOnce(target, _verify_buckets, damaged_verify)
     sync(1)
     assert "arrived damaged" in caplog.text and "all are sent again" in caplog.text
     check_serving(policy, 1, expected(1, 1))
@@ -309,7 +309,7 @@ def test_damaged_bytes_are_refused_and_the_old_version_keeps_serving(make, synci
     trainer.call("learn")
     whole = sync.transport.source, sync.transport.target
     sync.transport.source = Damaging(whole[0], shared_memory.send, damaged_send)
-    sync.transport.target = Damaging(whole[1], verify_buckets, damaged_verify)
+    sync.transport.target = Damaging(whole[1], _verify_buckets, damaged_verify)
     with pytest.raises(WorkerError, match=r"weight '[\w.]+' arrived damaged") as caught:
         sync(1)
     assert isinstance(caught.value.cause, WeightError)

@@ -49,7 +49,7 @@ def sample(
     """
     if seen is not None:
         logits = _penalise(logits.float(), seen, sampling.repetition_penalty)
-    if sampling.temperature != 0 and not truncates(sampling) and operations.has_kernel(logits):
+    if sampling.temperature != 0 and not _truncates(sampling) and operations.has_kernel(logits):
         return operations.draw_tokens(logits, uniform, sampling.temperature)
     logits = logits.float()
     if sampling.temperature == 0:
@@ -62,7 +62,7 @@ def sample(
     return tokens, _log(probs.gather(1, tokens[:, None])[:, 0])
 
 
-def truncates(sampling: SamplingConfig) -> bool:
+def _truncates(sampling: SamplingConfig) -> bool:
     """Whether some tokens cannot be drawn: by top-k, top-p or min-p."""
     return bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p)
 
@@ -92,7 +92,7 @@ def _penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
 def truncate(probs: Tensor, sampling: SamplingConfig) -> Tensor:
     """Set probabilities [B, V] outside top-k, then top-p, then min-p to zero, without renormalising. Every rule keeps
     the tokens whose probability reaches a threshold: equally likely tokens stay or go together."""
-    if not truncates(sampling):
+    if not _truncates(sampling):
         return probs
     vocabulary = probs.shape[-1]
     threshold = torch.zeros(len(probs), 1, dtype=probs.dtype, device=probs.device)

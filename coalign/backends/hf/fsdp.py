@@ -246,7 +246,7 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
         return fits if budget is None else min(budget, fits)
 
     def token_budget(self, longest: int) -> int | None:
-        widest = widest_output(self.model.model)
+        widest = _widest_output(self.model.model)
         return self.limit_micro(self.config, self.device.type, longest=longest, widest=widest)
 
     def all_reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
@@ -382,7 +382,7 @@ class HuggingFaceModule(BackgroundSaves, TrainableModule):
         return {model.get_parameter(name): scales[component] for name, component in name_components(model).items()}
 
 
-def widest_output(model: PreTrainedModel) -> int:
+def _widest_output(model: PreTrainedModel) -> int:
     """The largest number of outputs per token of any linear layer below the head."""
     from transformers.pytorch_utils import Conv1D
 

@@ -130,7 +130,7 @@ def check_float8(device: torch.device, key: str) -> None:
         raise ImportError(f"{key} needs torchao: pip install 'coalign[fp8]'")
 
 
-def find_float8_layers(layer: nn.Module) -> list[str]:
+def _find_float8_layers(layer: nn.Module) -> list[str]:
     """Names of the linear layers in a decoder layer to convert: all whose sizes the kernels take, except routers."""
     return [
         name
@@ -151,5 +151,5 @@ def convert_to_float8(layers: Sequence[nn.Module], **options: Any) -> None:
     # Padding: the number of tokens is an inner dimension where the gradient of a weight is computed.
     config = Float8LinearConfig(pad_inner_dim=True, **options)
     for layer in layers:
-        names = set(find_float8_layers(layer))
+        names = set(_find_float8_layers(layer))
         convert_to_float8_training(layer, module_filter_fn=lambda _, name, names=names: name in names, config=config)

@@ -50,7 +50,7 @@ def find_experts(model: PreTrainedModel) -> list[nn.Module]:
     return [m for n, m in modules if find_style(n, model.ep_plan) == DISPATCH or find_style(n, plan) == SLICED]
 
 
-def find_unfit_experts(model: PreTrainedModel, ways: int) -> str | None:
+def _find_unfit_experts(model: PreTrainedModel, ways: int) -> str | None:
     """Why the experts of a model cannot be distributed over so many ranks; None if they can."""
     experts = [module for name, module in model.named_modules() if find_style(name, model.ep_plan) == DISPATCH]
     if not experts and find_experts(model):
@@ -67,7 +67,7 @@ OUTPUTS, INPUTS = "colwise", "rowwise"
 UNCUT = {"replicated_with_grad_allreduce", "mla_kv_a_proj"}
 
 
-def find_unfit_layers(model: PreTrainedModel, layers: Sequence[nn.Module]) -> str | None:
+def _find_unfit_layers(model: PreTrainedModel, layers: Sequence[nn.Module]) -> str | None:
     """Why the plan of a model cannot be applied; None if it can."""
     blocks = [block for layer_blocks in list_cut_blocks(model, layers) for block in layer_blocks]
     names, plan = {module: name for name, module in model.named_modules()}, read_plan(model)
@@ -107,7 +107,7 @@ def _find_problems(model: PreTrainedModel, layers: list[nn.Module], config: Mode
     if ways > 1:
         is_muon = config.optimizer.name == "muon" and not config.frozen
         for is_refused, reason in (
-            (unfit := find_unfit_layers(model, layers), unfit),
+            (unfit := _find_unfit_layers(model, layers), unfit),
             (values % ways, f"it does not divide the {values} heads of keys and values"),
             (config.lora and config.lora.dora, "DoRA (lora.dora) needs the norms of whole rows of the weights"),
             (is_muon, "Muon (optimizer.name) orthogonalises matrices, not parts of them"),
@@ -127,7 +127,7 @@ def _find_problems(model: PreTrainedModel, layers: list[nn.Module], config: Mode
             yield "context_parallel", f"the {local_values} heads of keys and values of a process do not divide over it"
     if config.compile and (ways > 1 or config.expert_parallel > 1):
         yield "compile", "layers that exchange tokens inside (tensor_parallel, expert_parallel) are not compiled"
-    if config.expert_parallel > 1 and (reason := find_unfit_experts(model, config.expert_parallel)):
+    if config.expert_parallel > 1 and (reason := _find_unfit_experts(model, config.expert_parallel)):
         yield "expert_parallel", reason
 
 

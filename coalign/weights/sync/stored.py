@@ -74,7 +74,7 @@ class ObjectStoreTransport(StagedTransport):
     def stage(self, version: int, changing: bool, on_sent: transport.OnSent) -> list[SentWeights]:
         sent = self.export(version, changing)
         on_sent()
-        self.target.run(verify_buckets, _references(sent), self.folder(version), fatal=False).result()
+        self.target.run(_verify_buckets, _references(sent), self.folder(version), fatal=False).result()
         return sent
 
     def install(self, version: int, sent: list[SentWeights]) -> None:
@@ -157,7 +157,7 @@ def _read_buckets(store: Store, references: list[Any], directory: str | None) ->
                 yield _PackedTensor.of(name, tensors.get_tensor(name), written)
 
 
-def verify_buckets(module: RolloutModule, store: Store, references: list[Any], directory: str | None = None) -> None:
+def _verify_buckets(module: RolloutModule, store: Store, references: list[Any], directory: str | None = None) -> None:
     """Raise WeightError unless everything arrived as it was sent."""
     for packed in _read_buckets(store, references, directory):
         packed.verify()

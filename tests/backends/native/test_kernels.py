@@ -29,7 +29,7 @@ def _own_cache(tmp_path, monkeypatch):
 
 def available():
     for dtype in kernels.KERNELS:
-        chosen = kernels.measure_kernels({(48, 48): 1}, dtype)
+        chosen = kernels._measure_kernels({(48, 48): 1}, dtype)
         yield from ((dtype, name) for name in chosen.gflops)
 
 
@@ -75,7 +75,7 @@ def clock(monkeypatch):
 def test_the_fastest_is_chosen_but_none_whose_rows_depend_on_their_batch(clock, monkeypatch):
     made = by_hand(first=clock(1.0), nearly=clock(0.95), faster=clock(0.5), fastest=clock(0.1, depends=True))
     monkeypatch.setitem(kernels.KERNELS, torch.float32, made)
-    chosen = kernels.measure_kernels({(4, 4): 2, (4, 8): 1}, torch.float32)
+    chosen = kernels._measure_kernels({(4, 4): 2, (4, 8): 1}, torch.float32)
     assert (chosen.name, chosen.variant, chosen.is_invariant) == ("faster", ("fastest",), True)
     assert chosen.gflops["first"] * 2 == pytest.approx(chosen.gflops["faster"], abs=0.2)
     assert "fastest" in str(chosen) and "rows depend on their batch" in str(chosen)
@@ -84,7 +84,7 @@ def test_the_fastest_is_chosen_but_none_whose_rows_depend_on_their_batch(clock, 
 def test_a_little_faster_is_not_enough(clock, monkeypatch):
     """Otherwise the load of the moment would decide, and with it the last bits."""
     monkeypatch.setitem(kernels.KERNELS, torch.float32, by_hand(first=clock(1.0), nearly=clock(0.95)))
-    assert kernels.measure_kernels({(4, 4): 1}, torch.float32).name == "first"
+    assert kernels._measure_kernels({(4, 4): 1}, torch.float32).name == "first"
 
 
 def test_a_busy_moment_does_not_decide(clock, monkeypatch):
@@ -99,7 +99,7 @@ def test_a_busy_moment_does_not_decide(clock, monkeypatch):
         return taking
 
     monkeypatch.setitem(kernels.KERNELS, torch.float32, by_hand(first=busy(1.0, 0), faster=busy(0.5, 60)))
-    assert kernels.measure_kernels({(4, 4): 1}, torch.float32).name == "faster"
+    assert kernels._measure_kernels({(4, 4): 1}, torch.float32).name == "faster"
 
 
 def test_rounds_are_repeated_while_they_are_far_slower_than_the_best(clock):
@@ -157,7 +157,7 @@ def test_the_choice_is_kept_for_later_processes(tmp_path, monkeypatch, caplog):
         first = kernels.choose_kernel(LAYERS, torch.float32)
     assert f"float32 linear layers by {first.name}" in caplog.text
     [file] = (tmp_path / "cache" / "kernels").iterdir()
-    monkeypatch.setattr(kernels, "measure_kernels", None)
+    monkeypatch.setattr(kernels, "_measure_kernels", None)
     kernels.choose_kernel.cache_clear()
     assert kernels.choose_kernel(LAYERS, torch.float32) == first
     other = "plain" if first.name != "plain" else "mkl"

@@ -117,7 +117,7 @@ def choose_kernel(layers: tuple[tuple[Shape, int], ...], dtype: torch.dtype) -> 
     are none, or none for the dtype. The choice is read from the machine's file, or measured and written there."""
     if not layers or dtype not in KERNELS:
         return None
-    choice = _keep(_cache_file(layers, dtype), lambda: measure_kernels(dict(layers), dtype))
+    choice = _keep(_cache_file(layers, dtype), lambda: _measure_kernels(dict(layers), dtype))
     log.info("native engine: %s", choice)
     return choice
 
@@ -135,7 +135,7 @@ def list_variant_linears(kernel: KernelChoice | None, dtype: torch.dtype, device
 
 
 @torch.inference_mode()
-def measure_kernels(layers: Mapping[Shape, int], dtype: torch.dtype) -> KernelChoice:
+def _measure_kernels(layers: Mapping[Shape, int], dtype: torch.dtype) -> KernelChoice:
     """Time every kernel of this machine on layers {(in, out): how many}; compare its rows in several batches."""
     seconds: dict[str, float] = {}
     variant: set[str] = set()
