@@ -14,16 +14,18 @@ numbers (coalign.backends.hf.exact). Leaf n of an update goes to rank n modulo t
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from functools import partial
+from itertools import chain, cycle, pairwise
 from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from coalign.cluster.future import BatchRef, Future, Meta, Outcome, Store, WorkerHandle, WorkerRows, WorkerTask
+from coalign.cluster.future import BatchRef, Call, Future, Meta, Outcome, Store, WorkerHandle, WorkerRows, WorkerTask
+from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch, estimate_costs, pack_rows, partition, split_ranges
 from coalign.types import merge_stats
 
@@ -130,7 +132,7 @@ class ShardedCall:
     ``shards`` are those of its first batch, ``numbers`` those that the calls are for.
     """
 
-    calls: Sequence[tuple[WorkerHandle, tuple[tuple[Any, ...], dict[str, Any]]]]
+    calls: Sequence[tuple[WorkerHandle, tuple[tuple[Any, ...], Mapping[str, Any]]]]
     shards: Shards | None = None
     numbers: Sequence[int] = ()
 
@@ -161,6 +163,86 @@ class ShardedCall:
             return outcome
         filled = [meta for number, meta in zip(self.numbers, metas, strict=True) if len(self.shards.rows[number])]
         return reorder(outcome, self.shards.order(filled))
+
+
+class Sharding:
+    """Decides which rows go to which of a model's ``ranks``.
+
+    Ranks of an SPMD model may have the same shard, since they compute its rows together; ``counted`` are the positions
+    of those whose answers count (None: all). ``is_separable``: the rows of one shard are useful without the others.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ranks: Sequence[WorkerHandle],
+        *,
+        spmd: bool,
+        keep_groups: bool,
+        compares_groups: bool,
+    ) -> None:
+        """``keep_groups``: rows of a group are computed together. ``compares_groups``: so does the model's loss."""
+        self.ranks = ranks
+        self._config, self._spmd = config, spmd
+        self._keep_groups, self._compares_groups = keep_groups, compares_groups
+        self._shard_of_rank = config.shares(len(ranks)) if spmd else [*range(len(ranks))]
+        self._shards = max(self._shard_of_rank) + 1
+        self.counted = [self._shard_of_rank.index(shard) for shard in range(self._shards)] if spmd else None
+        self.is_separable = not spmd and not config.spread_samples
+
+    def split(
+        self,
+        call: Call,
+        arguments: tuple[Any, ...],
+        keywords: Mapping[str, Any],
+        by: By,
+        per_replica: int = 1,
+        updates: int | None = None,
+    ) -> ShardedCall:
+        """Decide which rank gets which (arguments, keywords).
+
+        Batches are split into ``per_replica`` shards per replica, each of a training step's ``updates`` separately.
+        Batches among the positional arguments are split alike (see `check_same_rows`). Everything else is passed on
+        unchanged.
+        """
+        values = {**dict(enumerate(arguments)), **keywords}
+        batches = {key: value for key, value in values.items() if isinstance(value, BatchRef)}
+        if not batches:
+            return ShardedCall([(rank, (arguments, keywords)) for rank in self.ranks])
+        check_same_rows(call, arguments)
+        alike = [key for key in batches if key not in keywords]
+        count, split = self._shards * per_replica, self._choose_split(by, updates, "loss" in keywords)
+        shards = {key: split(batches[key], count) for key in batches if key in keywords or key == alike[0]}
+        shards |= {key: replace(shards[alike[0]], batch=batches[key]) for key in alike}
+        rows = {key: batch_shards.worker_rows for key, batch_shards in shards.items()}
+
+        def build_call(shard: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            inputs = {key: rows[key][shard] if key in rows else value for key, value in values.items()}
+            return tuple([inputs[i] for i in range(len(arguments))]), {name: inputs[name] for name in keywords}
+
+        if self._spmd:  # all ranks meet in collectives, those with an empty shard, too
+            pairs, numbers = zip(self.ranks, self._shard_of_rank, strict=True), [*range(count)]
+        else:
+            filled = [i for i in range(count) if any(len(batch_shards.rows[i]) for batch_shards in shards.values())]
+            pairs, numbers = zip(cycle(self.ranks), range(count), strict=False), filled or [0]
+        calls = [(rank, build_call(shard)) for rank, shard in pairs if shard in numbers]
+        return ShardedCall(calls, next(iter(shards.values())), numbers)
+
+    def _choose_split(self, by: By, updates: int | None, has_loss: bool) -> Callable[[BatchRef, int], Shards]:
+        """``has_loss``: the call brings a loss, which may compare the samples of a group."""
+        if by == "cost" and self._config.reduction == "exact":
+            keep, most = self._compares_groups or has_loss, self._config.max_tokens_per_micro
+            return partial(shard_leaves, updates=updates or 1, max_tokens=most, keep_groups=keep)
+        keep = not self._config.spread_samples if by == "work" else self._keep_groups or has_loss
+        if updates:
+            return partial(shard_updates, updates=updates, keep_groups=keep)
+        return partial(shard_rows, by=by, keep_groups=keep)
+
+
+def check_same_rows(call: Call, arguments: Sequence[Any]) -> None:
+    """ValueError unless the batches among the positional arguments of a call hold the same sequences."""
+    if len(sizes := {len(value) for value in arguments if isinstance(value, BatchRef)}) > 1:
+        raise ValueError(f"{call}: the batches hold {sorted(sizes)} sequences; expected the same ones in each")
 
 
 def reorder(outcome: Outcome, order: Tensor | None) -> Outcome:

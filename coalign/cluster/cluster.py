@@ -20,6 +20,7 @@ from typing import Any, cast
 
 from coalign.cluster import stacks
 from coalign.cluster.dist import DistActor, DistModel
+from coalign.cluster.executor import Executor, choose_executor
 from coalign.cluster.future import (
     BatchRef,
     Call,
@@ -390,6 +391,10 @@ class Cluster(ABC):
     def model_queue(self, name: str, config: ModelConfig, ranks: Sequence[WorkerHandle]) -> CallQueue:
         """Return the queue whose thread does the work of a model's calls."""
         return self.call_queue(name)
+
+    def choose_executor(self, model: DistModel[Any]) -> Executor:
+        """Choose how a model's calls are done; called again when its processes have changed."""
+        return choose_executor(model, model.sharding)
 
     def call_queue(self, name: str) -> CallQueue:
         """Start a call queue that ends with this cluster."""

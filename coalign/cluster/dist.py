@@ -3,50 +3,35 @@
 A call returns a Future at once. Calls of one model run in the order in which they were made; calls of different models
 run at the same time as far as their inputs and their devices allow. Nothing here depends on the type of cluster.
 
-A batch is split over the replicas, and its rows are put together again (coalign.cluster.batch_shards).
+An executor spreads a call over the processes (coalign.cluster.executor).
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import logging
 import threading
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import cycle
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from coalign.cluster.batch_shards import (
-    By,
-    ShardedCall,
-    ShardRecord,
-    concat_outcomes,
-    is_streamed,
-    reorder,
-    shard_leaves,
-    shard_rows,
-    shard_updates,
-    stream_rows,
-)
+from coalign.cluster.batch_shards import Sharding, ShardRecord
+from coalign.cluster.executor import Executor, ModelCall
 from coalign.cluster.future import (
     BatchRef,
     Call,
     Future,
     Meta,
     Outcome,
-    TaskFuture,
     WorkerHandle,
     WorkerLost,
     WorkerTask,
     merge_answers,
-    merge_chunks,
     wait,
-    watch_task,
 )
 from coalign.cluster.placement.nodes import NoPlaceError
-from coalign.cluster.slices import RowShare, SliceScheduler
+from coalign.cluster.slices import Sliced, SliceScheduler
 from coalign.cluster.worker import find_module_class
 from coalign.config.schema import ModelConfig, ProfileConfig
 from coalign.memory import PARTS
@@ -77,10 +62,8 @@ class DistActor:
 class DistModel(Generic[Role]):
     """All replicas of one model, in the ``Role`` that it has in the run.
 
-    A batch is split over the replicas so that all take equally long; the result has the order of the batch.
-    The ranks of an SPMD model are all called, even with an empty shard, since they meet in collectives; ranks that
-    compute rows together get the same shard. Any other attribute is a method of the module:
-    ``model.my_method(batch, key=1)``.
+    A batch is split over the replicas so that all take equally long; the result has the order of the batch. Any other
+    attribute is a method of the module: ``model.my_method(batch, key=1)``.
     """
 
     def __init__(
@@ -97,12 +80,11 @@ class DistModel(Generic[Role]):
         self._ranks = [rank for actor in actors for rank in actor.ranks]
         self._exclusive = module.exclusive
         self._needs = module.needs
-        self._exact = config.reduction == "exact"  # rows are computed in leaves
         self.spmd = spmd  # the processes compute together
-        self._count_shards()
-        self._keep_groups = self._compares_groups = True
+        self.sharding: Sharding  # set by `setup`, as is the executor
+        self._executor: Executor
+        self._sliced: Sliced | None = None  # set where a policy generates while its trainer trains
         self._queue = cluster.model_queue(name, config, self._ranks)
-        self.slices: SliceScheduler | None = None  # set where a policy generates while its trainer trains
         self.takes_weights = False  # another model's: a process that is started again has none
 
     def generate(
@@ -112,35 +94,37 @@ class DistModel(Generic[Role]):
 
         Finished shards are saved in ``record``; a repeated call reuses them instead of generating again.
         """
-        call = Call(self.name, "generate")
-        if self.slices is not None:
-            work = partial(self._generate_in_slices, self.slices, prompts, record, keywords)
-            return self.cluster.launch(call, work)
         record = None if self.spmd else record  # ranks that compute together are all called
-        work = self._shard((prompts,), keywords, by="work", record=record)
-        return self.cluster.launch(call, work, self._queue, inputs=[prompts, *keywords.values()], recover=self._recover)
+        call = ModelCall("generate", (prompts,), keywords, by="work", record=record)
+        if self._sliced is not None:
+            return self.cluster.launch(Call(self.name, "generate"), partial(self._sliced.execute, call))
+        return self._launch(call, recover=self._recover)
 
     def generate_continuously(self) -> None:
         """Generate in slices from now on (coalign.cluster.slices)."""
         max_in_flight = 1 if self.store.in_process else 2  # hide the transfer of an answer behind the next slice
         call = Call(self.name, "generate")
-        self.slices = SliceScheduler(call, self._ranks, self.cluster.deadlines, max_in_flight, self._replace)
+        scheduler = SliceScheduler(call, self._ranks, self.cluster.deadlines, max_in_flight, self._replace)
+        self._sliced = Sliced(self, scheduler)
+
+    @property
+    def slices(self) -> SliceScheduler | None:
+        """What keeps the replicas generating, if the policy generates while its trainer trains."""
+        return None if self._sliced is None else self._sliced.scheduler
 
     def forward_step(self: DistModel[Scorer], batch: BatchRef | Future, **keywords: Any) -> Future:
         """Compute columns for the rows of ``batch``: a BatchRef of these columns alone."""
-        work = self._shard((batch,), keywords, by="cost", by_row=True)
-        call = Call(self.name, "forward_step")
-        return self.cluster.launch(call, work, self._queue, inputs=[batch, *keywords.values()], recover=self._recover)
+        call = ModelCall("forward_step", (batch,), keywords, by="cost", by_row=True)
+        return self._launch(call, recover=self._recover)
 
     def train_step(self: DistModel[Trainable], batch: BatchRef | Future, **keywords: Any) -> Future:
         """Learn from ``batch``: Stats. The rows of each update do not depend on the number of ranks."""
-        work = self._shard((batch,), keywords, by="cost", updates=self.config.updates_per_batch)
-        return self.cluster.launch(Call(self.name, "train_step"), work, self._queue, inputs=[batch, *keywords.values()])
+        updates = self.config.updates_per_batch
+        return self._launch(ModelCall("train_step", (batch,), keywords, by="cost", updates=updates))
 
     def eval_step(self: DistModel[Trainable], batch: BatchRef | Future, **keywords: Any) -> Future:
         """Compute the loss of ``batch``, without learning: Stats."""
-        work = self._shard((batch,), keywords, by="cost")
-        return self.cluster.launch(Call(self.name, "eval_step"), work, self._queue, inputs=[batch, *keywords.values()])
+        return self._launch(ModelCall("eval_step", (batch,), keywords, by="cost"))
 
     def save(self, directory: str) -> Future:
         """Write everything needed to resume bit for bit. A failure (a full disk) ends this call only, not the run."""
@@ -165,8 +149,7 @@ class DistModel(Generic[Role]):
         Batches among the positional arguments are split alike, so they must hold the same sequences. A batch passed by
         keyword is split independently.
         """
-        work, inputs = self._shard(arguments, keywords), [*arguments, *keywords.values()]
-        return self.cluster.launch(Call(self.name, method), work, self._queue, fatal, inputs)
+        return self._launch(ModelCall(method, arguments, keywords), fatal=fatal)
 
     def __getattr__(self, method: str) -> Callable[..., Future]:
         if method.startswith("_"):
@@ -216,13 +199,12 @@ class DistModel(Generic[Role]):
 
     def setup(self, context: Context) -> Future:
         """Build and load the modules."""
-        self._keep_groups = context.keep_groups
-        self._compares_groups = context.loss is not None and context.loss.per == "group"
         self._contexts = [
             rank_context
             for replica, actor in enumerate(self.actors)
             for rank_context in actor.contexts(replace(context, replica=replica))
         ]
+        self._choose_executor()
         return self._load(range(len(self._ranks)))
 
     def stop_slices(self) -> None:
@@ -273,7 +255,7 @@ class DistModel(Generic[Role]):
 
         def change() -> None:
             self.config, self._ranks, self._contexts = config, ranks, contexts
-            self._count_shards()
+            self._choose_executor()
 
         self._queue.call(change)  # between two calls
         if self.slices is None:
@@ -283,6 +265,32 @@ class DistModel(Generic[Role]):
         for rank in leaving:
             self.slices.retire(rank, partial(self.cluster.end_worker, rank))
         return []
+
+    # ---- for executors ---------------------------------------------------------------------------------------------
+
+    def find_needs(self, method: str) -> Sequence[str]:
+        """Return the components of the model that a method computes with."""
+        return self._needs.get(method, PARTS)
+
+    def hold_devices(
+        self, future: Future, method: str, needs: Mapping[str, Sequence[str]] | None = None
+    ) -> AbstractContextManager[None]:
+        """Reserve the devices for one call, with the components that it ``needs``, by model (None: the method's).
+
+        A model that is not ``exclusive`` does not wait.
+        """
+        if not self._exclusive:
+            return nullcontext()
+        needs = {self.name: self.find_needs(method)} if needs is None else needs
+        return self.cluster.hold_devices(self.name, future, method, needs)
+
+    def wait_for(self, future: Future, method: str, tasks: list[WorkerTask]) -> list[Meta]:
+        """Wait for the processes; see `wait`."""
+        metas = wait(future, tasks, self.cluster.deadlines)
+        self.cluster.residency.record(tasks, metas, method)
+        return metas
+
+    # ---- for the cluster -------------------------------------------------------------------------------------------
 
     def ping(self, lost: Container[str]) -> list[WorkerTask]:
         """Ask every process for an answer, but for the ``lost`` ones and those that will be started again with them."""
@@ -296,20 +304,34 @@ class DistModel(Generic[Role]):
 
     # ---- private ---------------------------------------------------------------------------------------------------
 
-    def _count_shards(self) -> None:
-        ranks = len(self._ranks)
-        self._shard_of_rank = self.config.shares(ranks) if self.spmd else [*range(ranks)]
-        self._shards = max(self._shard_of_rank) + 1
-        # Ranks with the same shard give the same result, so only the first one's is merged.
-        self._counted = [self._shard_of_rank.index(shard) for shard in range(self._shards)] if self.spmd else None
+    def _choose_executor(self) -> None:
+        """Choose how calls are done by the processes that the model has now."""
+        context = self._contexts[0]
+        self.sharding = Sharding(
+            self.config,
+            self._ranks,
+            spmd=self.spmd,
+            keep_groups=context.keep_groups,
+            compares_groups=context.loss is not None and context.loss.per == "group",
+        )
+        self._executor = self.cluster.choose_executor(self)
+
+    def _launch(
+        self, call: ModelCall, *, fatal: bool = True, recover: Callable[[WorkerLost], None] | None = None
+    ) -> Future:
+        name = Call(self.name, call.method)
+        return self.cluster.launch(name, partial(self._execute, call), self._queue, fatal, call.inputs, recover)
+
+    def _execute(self, call: ModelCall, future: Future) -> Outcome:
+        return self._executor.execute(call, future)  # that of now: the processes may have changed since the call
 
     def _load(self, numbers: Sequence[int]) -> Future:
         """Build and load the modules of these processes."""
 
         def work(future: Future) -> Outcome:
-            with self._hold_devices(future, "setup", {self.name: PARTS}):
+            with self.hold_devices(future, "setup", {self.name: PARTS}):
                 tasks = [self._ranks[i].execute("setup", self.config, self._contexts[i]) for i in numbers]
-                self._wait(future, "setup", tasks)
+                self.wait_for(future, "setup", tasks)
                 return Outcome(None, {})
 
         return self.cluster.launch(Call(self.name, "setup"), work, self._queue)
@@ -344,7 +366,7 @@ class DistModel(Generic[Role]):
             self.config = self.cluster.drop(former, self.name, len(self._ranks) - 1)
             self._ranks = [rank for rank in self._ranks if rank is not former]
             self._contexts = self._contexts[:-1]
-            self._count_shards()
+            self._choose_executor()
             log.warning("%s goes on with %d processes: %s", self.name, len(self._ranks), problem)
             return None
         self._ranks[number] = rank
@@ -362,159 +384,6 @@ class DistModel(Generic[Role]):
             if rank.name in lost.workers:
                 self._replace(rank, lost)
 
-    def _generate_in_slices(
-        self,
-        slices: SliceScheduler,
-        prompts: BatchRef | Future,
-        record: ShardRecord | None,
-        keywords: dict[str, Any],
-        future: Future,
-    ) -> Outcome:
-        """The work of ``generate`` in slices: submit the call's shares, wait for all, and merge them."""
-        future.set_partial_results([])
-        syncs = slices.syncs
-        batch: BatchRef = self.cluster.resolve(prompts)
-        named = {name: self.cluster.resolve(value) for name, value in keywords.items()}
-        sharded = self._split(future.call, (batch,), named, "work", self.config.shares_per_replica)
-        urgent = batch.group is not None and bool((batch.group < 0).any())  # the loop waits for evaluations
-        shares = [RowShare(future, rows, options, syncs, urgent) for _, ((rows,), options) in sharded.calls]
-        recorded = sharded.find_recorded(record)
-        for number, share in enumerate(shares):
-            if number in recorded:
-                share.done.set_result(recorded[number])
-            elif record is not None:
-                share.done.add_done_callback(partial(_keep_share, sharded, record, number))
-        slices.submit([share for number, share in enumerate(shares) if number not in recorded])
-        for share in shares:
-            concurrent.futures.wait([share.done, cast(Any, future.ended)], None, concurrent.futures.FIRST_COMPLETED)
-            if future.done():
-                future.result()  # raises
-        tasks = [share.done.result() for share in shares]
-        metas = [task.meta.result() for task in tasks]
-        return sharded.restore_order(merge_answers(tasks, metas, self.store), metas)
-
-    def _shard(
-        self,
-        arguments: tuple[Any, ...],
-        keywords: dict[str, Any],
-        by: By = "order",
-        by_row: bool = False,
-        updates: int | None = None,
-        record: ShardRecord | None = None,
-    ) -> Callable[[Future], Outcome]:
-        """The work of a call of a method: split the batches ``by`` a measure, call every replica, merge the answers.
-
-        ``by_row``: the method computes each row independently. ``updates``: the optimizer updates of a training step.
-        ``record``: finished shards are saved there, and taken from it.
-        """
-
-        def work(future: Future) -> Outcome:
-            method = future.call.method
-            needs = {self.name: self._needs.get(method, PARTS)}
-            self.cluster.residency.announce(self.name, needs[self.name])
-            if by_row and self._can_stream(arguments[0]):
-                return self._call_streamed(future, method, needs, arguments[0], keywords)
-            # No tuple(generator): list_largest_tensors inspects all objects, and would break one that is being built.
-            ready = [self.cluster.resolve(value) for value in arguments]
-            named = {name: self.cluster.resolve(value) for name, value in keywords.items()}
-            shards_per_replica = 1 if self.spmd else self.config.shares_per_replica
-            sharded = self._split(future.call, tuple(ready), named, by, shards_per_replica, updates)
-            with self._hold_devices(future, method, needs):
-                if len(sharded.calls) > len(self._ranks):
-                    tasks, metas = self._call_free_replicas(future, method, sharded, record)
-                    return sharded.restore_order(merge_answers(tasks, metas, self.store), metas)
-                started: list[list[WorkerTask]] = []
-                recorded = sharded.find_recorded(record)
-                for number, (rank, inputs) in enumerate(sharded.calls):
-                    chunks = min(self.config.parts_per_call, len(inputs[0][0].which)) if method == "generate" else 1
-                    if number in recorded:
-                        started.append([recorded[number]])
-                        continue
-                    if chunks > 1:
-                        first = ("first_part", method, chunks, *inputs)
-                        started.append(rank.execute_all([first] + [("next_part", method)] * (chunks - 1)))
-                    else:
-                        started.append([rank.execute("call", method, *inputs)])
-                    for task in started[-1]:
-                        sharded.keep(record, number, task)
-                tasks = [task for shard_tasks in started for task in shard_tasks]
-                # The rows of one rank of several, or of an incomplete group, are useless alone.
-                complete = self.spmd or self.config.spread_samples
-                future.set_partial_results([] if complete else [watch_task(task) for task in tasks])
-                metas = self._wait(future, method, tasks)
-                outcome = merge_answers(tasks, metas, self.store, self._counted)
-                merged = merge_chunks(metas, [len(shard_tasks) for shard_tasks in started])
-                counted = merged if self._counted is None else [merged[i] for i in self._counted]
-                return sharded.restore_order(outcome, counted)
-
-        return work
-
-    def _call_free_replicas(
-        self, future: Future, method: str, sharded: ShardedCall, record: ShardRecord | None
-    ) -> tuple[list[WorkerTask], list[Meta]]:
-        """Give each replica its next shard when it is free; return tasks and Metas in the order of the shards."""
-        results: list[TaskFuture] = [concurrent.futures.Future() for _ in sharded.calls]
-        future.set_partial_results([] if self.config.spread_samples else results)
-        recorded = sharded.find_recorded(record)
-        waiting, free = list(enumerate(inputs for _, inputs in sharded.calls))[::-1], list(self._ranks)[::-1]
-        busy: dict[Any, tuple[int, WorkerHandle, WorkerTask]] = {}  # by the future of the answer
-        done: dict[int, tuple[WorkerTask, Meta]] = {}
-        while waiting or busy:
-            while waiting and free:
-                (number, inputs), rank = waiting.pop(), free.pop()
-                task = recorded.get(number) or rank.execute("call", method, *inputs)
-                busy[task.meta] = number, rank, task
-                if number not in recorded:
-                    sharded.keep(record, number, task)
-            future.running = [task for _, _, task in busy.values()]
-            either = [*busy, future.ended]
-            seconds = self.cluster.deadlines.find(future.call)
-            ended, _ = concurrent.futures.wait(either, seconds, concurrent.futures.FIRST_COMPLETED)
-            if not ended:
-                raise self.cluster.deadlines.build_error(future, future.running)
-            if future.done():
-                future.result()  # raises
-            for answer in ended:
-                number, rank, task = busy.pop(answer)
-                [meta] = self._wait(future, method, [task])
-                done[number] = task, meta
-                results[number].set_result(task)
-                free.append(rank)
-        return [done[number][0] for number in sorted(done)], [done[number][1] for number in sorted(done)]
-
-    def _can_stream(self, value: Any) -> bool:
-        """Whether rows of ``value`` can be computed before the others come.
-
-        The model must be alone on its devices: another one would wait for them between two bundles of rows.
-        """
-        alone = len(self.cluster.slots[self.name].positions) == 1 and not self._exact
-        return alone and not self.spmd and isinstance(value, Future) and is_streamed(value)
-
-    def _call_streamed(
-        self,
-        future: Future,
-        method: str,
-        needs: Mapping[str, Sequence[str]],
-        batch: Future,
-        keywords: dict[str, Any],
-    ) -> Outcome:
-        """Call a method on each bundle of rows of ``batch`` as it comes; the result has the order of its rows."""
-        named = {name: self.cluster.resolve(value) for name, value in keywords.items()}
-        done: dict[int, Outcome] = {}
-        for bundles in stream_rows(batch, self.store, len(self._ranks)):
-            split = {position: self._split(future.call, (rows,), named, "cost") for position, rows in bundles.items()}
-            with self._hold_devices(future, method, needs):
-                tasks = {
-                    position: [rank.execute("call", method, *rank_tasks) for rank, rank_tasks in sharded.calls]
-                    for position, sharded in split.items()
-                }
-                metas = iter(self._wait(future, method, [task for rank_tasks in tasks.values() for task in rank_tasks]))
-            for position, rank_tasks in tasks.items():
-                answers = [next(metas) for _ in rank_tasks]
-                done[position] = split[position].restore_order(merge_answers(rank_tasks, answers, self.store), answers)
-        order = batch.ended.result().order
-        return reorder(concat_outcomes([done[position] for position in sorted(done)]), order)
-
     def _trace(self, verb: str, *arguments: Any) -> Future:
         def work(future: Future) -> Outcome:
             return merge_answers(*self._call_all_ranks(future, verb, {}, *arguments), self.store)
@@ -524,69 +393,6 @@ class DistModel(Generic[Role]):
     def _call_all_ranks(
         self, future: Future, verb: str, needs: Mapping[str, Sequence[str]], *arguments: Any
     ) -> tuple[list[WorkerTask], list[Meta]]:
-        with self._hold_devices(future, future.call.method, needs):
+        with self.hold_devices(future, future.call.method, needs):
             tasks = [rank.execute(verb, *arguments) for rank in self._ranks]
-            return tasks, self._wait(future, future.call.method, tasks)
-
-    def _hold_devices(
-        self, future: Future, method: str, needs: Mapping[str, Sequence[str]]
-    ) -> AbstractContextManager[None]:
-        """Reserve the devices for one call; a model that is not ``exclusive`` does not wait."""
-        return self.cluster.hold_devices(self.name, future, method, needs) if self._exclusive else nullcontext()
-
-    def _wait(self, future: Future, method: str, tasks: list[WorkerTask]) -> list[Meta]:
-        metas = wait(future, tasks, self.cluster.deadlines)
-        self.cluster.residency.record(tasks, metas, method)
-        return metas
-
-    def _split(
-        self,
-        call: Call,
-        arguments: tuple[Any, ...],
-        keywords: dict[str, Any],
-        by: By,
-        per_replica: int = 1,
-        updates: int | None = None,
-    ) -> ShardedCall:
-        """Decide which rank gets which (arguments, keywords).
-
-        Batches are split into ``per_replica`` shards per replica, each of a training step's ``updates`` separately;
-        everything else is passed on unchanged.
-        """
-        values = {**dict(enumerate(arguments)), **keywords}
-        batches = {key: value for key, value in values.items() if isinstance(value, BatchRef)}
-        if not batches:
-            return ShardedCall([(rank, (arguments, keywords)) for rank in self._ranks])
-        alike = [key for key in batches if key not in keywords]
-        if len(sizes := {len(batches[key]) for key in alike}) > 1:
-            raise ValueError(f"{call}: the batches hold {sorted(sizes)} sequences; expected the same ones in each")
-        count = self._shards * per_replica
-        has_loss = "loss" in keywords  # not the context's: it may compare the samples of a group
-        keep_groups = not self.config.spread_samples if by == "work" else self._keep_groups or has_loss
-        split = partial(shard_updates, updates=updates) if updates else partial(shard_rows, by=by)
-        if self._exact and by == "cost":
-            keep_groups = self._compares_groups or has_loss
-            split = partial(shard_leaves, updates=updates or 1, max_tokens=self.config.max_tokens_per_micro)
-        split_keys = [key for key in batches if key in keywords or key == alike[0]]
-        shards = {key: split(batches[key], count, keep_groups=keep_groups) for key in split_keys}
-        shards |= {key: replace(shards[alike[0]], batch=batches[key]) for key in alike}
-        rows = {key: batch_shards.worker_rows for key, batch_shards in shards.items()}
-
-        def build_call(shard: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            inputs = {key: rows[key][shard] if key in rows else value for key, value in values.items()}
-            return tuple([inputs[i] for i in range(len(arguments))]), {name: inputs[name] for name in keywords}
-
-        filled = [i for i in range(count) if any(len(batch_shards.rows[i]) for batch_shards in shards.values())] or [0]
-        chosen = [*range(count)] if self.spmd else filled
-        ranks = (
-            zip(self._ranks, self._shard_of_rank, strict=True)
-            if self.spmd
-            else zip(cycle(self._ranks), range(count), strict=False)
-        )
-        calls = [(rank, build_call(shard)) for rank, shard in ranks if shard in chosen]
-        return ShardedCall(calls, next(iter(shards.values())), chosen)
-
-
-def _keep_share(sharded: ShardedCall, record: ShardRecord, position: int, done: TaskFuture) -> None:
-    if done.exception() is None:
-        sharded.keep(record, position, done.result())
+            return tasks, self.wait_for(future, future.call.method, tasks)

@@ -88,6 +88,9 @@ class WorkerRows:
 
     def gather(self, store: Store) -> Batch:
         """Fetch the rows as a batch, in their order."""
+        if len(self.payloads) == 1 and not isinstance(self.payloads[0], _PayloadJoin):
+            batch = store.rows(self.payloads[0], self.rows)
+            return batch if self.update is None else batch.with_(update=torch.tensor(self.update))
         by_payload = np.argsort(self.which, kind="stable")
         cuts = np.searchsorted(self.which[by_payload], np.arange(1, len(self.payloads)))
         rows = np.split(self.rows[by_payload], cuts)
@@ -368,10 +371,6 @@ class WorkerHandle(Protocol):
 
     def execute(self, verb: str, *arguments: Any) -> WorkerTask:
         """Start a verb of coalign.cluster.worker.Worker there."""
-        ...
-
-    def execute_all(self, verbs: Sequence[tuple[Any, ...]]) -> list[WorkerTask]:
-        """Start several verbs (each with its arguments) there, with nothing else in between."""
         ...
 
     def replace(self) -> WorkerHandle:

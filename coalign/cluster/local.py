@@ -16,9 +16,21 @@ from typing import Any, cast
 
 import numpy as np
 
+from coalign.cluster.batch_shards import check_same_rows, reorder, shard_rows
 from coalign.cluster.cluster import Cluster
 from coalign.cluster.dist import DistActor, DistModel
-from coalign.cluster.future import Future, Meta, WorkerHandle, WorkerLost, WorkerTask
+from coalign.cluster.executor import Executor, ModelCall
+from coalign.cluster.future import (
+    BatchRef,
+    Future,
+    Meta,
+    Outcome,
+    WorkerHandle,
+    WorkerLost,
+    WorkerTask,
+    merge_answers,
+    wait,
+)
 from coalign.cluster.placement.nodes import Node, ProcessPlacement, assign_nodes, find_accelerator, place_processes
 from coalign.cluster.placement.slots import Footprint, Slot, list_slots
 from coalign.cluster.worker import Worker
@@ -113,16 +125,6 @@ class LocalWorker:
             self.thread.submit(partial(self._worker.execute, verb, *arguments), partial(_answer, task))
         return task
 
-    def execute_all(self, verbs: Sequence[tuple[Any, ...]]) -> list[WorkerTask]:
-        tasks = [WorkerTask(self.name, concurrent.futures.Future(), LocalReference()) for _ in verbs]
-
-        def work() -> None:  # one task of the thread: nothing comes in between
-            for task, verb in zip(tasks, verbs, strict=True):
-                _answer(task, self._worker.execute(*verb))
-
-        self.thread.submit(work)
-        return tasks
-
     def replace(self) -> LocalWorker:
         raise RuntimeError(f"{self.name} is a thread of this process, which cannot be ended and started again")
 
@@ -130,6 +132,38 @@ class LocalWorker:
 def _answer(task: WorkerTask, result: tuple[Meta, Batch | None]) -> None:
     meta, task.payload.value = result
     task.meta.set_result(meta)
+
+
+class InProcess:
+    """The model is an object of this process: its thread does a call from beginning to end, and no row is split.
+
+    ``recorded`` does calls whose shards are recorded.
+    """
+
+    def __init__(self, model: DistModel[Any], recorded: Executor) -> None:
+        self._model, self._recorded = model, recorded
+        [self._worker] = model.ranks
+
+    def execute(self, call: ModelCall, future: Future) -> Outcome:
+        if call.record is not None:
+            return self._recorded.execute(call, future)
+        model = self._model
+        arguments = [model.cluster.resolve(value) for value in call.arguments]
+        keywords = {name: model.cluster.resolve(value) for name, value in call.keywords.items()}
+        check_same_rows(future.call, arguments)
+        shards = shard_rows(arguments[0], 1, "work") if call.by == "work" else None  # the longest first
+        if shards is not None:
+            [arguments[0]] = shards.batches
+        rows = tuple([_refer_to_rows(value) for value in arguments])
+        named = {name: _refer_to_rows(value) for name, value in keywords.items()}
+        tasks = [self._worker.execute("call", call.method, rows, named)]
+        metas = wait(future, tasks, model.cluster.deadlines)
+        outcome = merge_answers(tasks, metas, model.store)
+        return outcome if shards is None else reorder(outcome, shards.order(metas))
+
+
+def _refer_to_rows(value: Any) -> Any:
+    return value.worker_rows if isinstance(value, BatchRef) else value
 
 
 class LocalCluster(Cluster):
@@ -150,6 +184,7 @@ class LocalCluster(Cluster):
         self._cpu = self.compute_thread("cpu")
         self._computing: dict[str, _ComputeThread] = {}  # by model: its calls are done on the thread of its worker
         self._lines: dict[str, _CallLine] = {}  # by model: its calls wait for their inputs without holding the thread
+        self._streams = any(m.processes * m.shares_per_replica * m.parts_per_call > 1 for m in config.models.values())
         self._closed = threading.Event()
         start_thread(self._watch_deadlines, "coalign-deadlines")
         self._arenas: dict[str, Arena] = {}  # by device: models on one device share one
@@ -169,13 +204,18 @@ class LocalCluster(Cluster):
 
         It has one if components of models come and go during its calls, or if its results come in chunks.
         """
-        managed = self.slots[name].name in self.residency.slots
-        if len(ranks) > 1 or managed or config.parts_per_call > 1:
+        if len(ranks) > 1 or self.slots[name].name in self.residency.slots or config.parts_per_call > 1:
             return super().model_queue(name, config, ranks)
         thread = self._computing[name] = cast(LocalWorker, ranks[0]).thread
         if thread is self._cpu:  # others need it, too
             self._lines[name] = _CallLine(thread)
         return thread
+
+    def choose_executor(self, model: DistModel[Any]) -> Executor:
+        executor = super().choose_executor(model)
+        has_thread = model.name in self._lines or len(self.slots[model.name].positions) == 1
+        is_alone = has_thread and model.name in self._computing and not self._streams
+        return InProcess(model, executor) if is_alone and model.config.reduction != "exact" else executor
 
     def _schedule(
         self, future: Future, task: Callable[[], None], queue: CallQueue | None, inputs: list[Future], fatal: bool

@@ -19,21 +19,29 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
+from coalign.cluster.batch_shards import ShardedCall, ShardRecord
 from coalign.cluster.future import (
+    BatchRef,
     Call,
     CallDeadlines,
     Future,
+    Outcome,
     Span,
     TaskFuture,
     WorkerHandle,
     WorkerLost,
     WorkerRows,
     WorkerTask,
+    merge_answers,
     wait,
 )
 from coalign.threads import start_thread
+
+if TYPE_CHECKING:
+    from coalign.cluster.dist import DistModel
+    from coalign.cluster.executor import ModelCall
 
 SLICE_SECONDS = 0.05  # a worker computes at most this long before it looks for new rows and weights
 GATHER_SECONDS = 0.005  # an idle replica waits this long for further rows after the first ones
@@ -307,6 +315,43 @@ class SliceScheduler:
             self._open[replica] -= share.size
             self._changed.notify_all()
         share.done.set_result(task)
+
+
+class Sliced:
+    """Generates while the trainer trains: a call's shares go to the ``scheduler``, which may have those of others."""
+
+    def __init__(self, model: DistModel[Any], scheduler: SliceScheduler) -> None:
+        self._model, self.scheduler = model, scheduler
+
+    def execute(self, call: ModelCall, future: Future) -> Outcome:
+        """Submit the call's shares, wait for all of them, and merge what they return."""
+        future.set_partial_results([])
+        syncs, model = self.scheduler.syncs, self._model
+        [prompts] = call.arguments
+        batch: BatchRef = model.cluster.resolve(prompts)
+        keywords = {name: model.cluster.resolve(value) for name, value in call.keywords.items()}
+        sharded = model.sharding.split(future.call, (batch,), keywords, call.by, model.config.shares_per_replica)
+        urgent = batch.group is not None and bool((batch.group < 0).any())  # the loop waits for evaluations
+        shares = [RowShare(future, rows, options, syncs, urgent) for _, ((rows,), options) in sharded.calls]
+        recorded = sharded.find_recorded(call.record)
+        for number, share in enumerate(shares):
+            if number in recorded:
+                share.done.set_result(recorded[number])
+            elif call.record is not None:
+                share.done.add_done_callback(partial(_keep_share, sharded, call.record, number))
+        self.scheduler.submit([share for number, share in enumerate(shares) if number not in recorded])
+        for share in shares:
+            concurrent.futures.wait([share.done, cast(Any, future.ended)], None, concurrent.futures.FIRST_COMPLETED)
+            if future.done():
+                future.result()  # raises
+        tasks = [share.done.result() for share in shares]
+        metas = [task.meta.result() for task in tasks]
+        return sharded.restore_order(merge_answers(tasks, metas, model.store), metas)
+
+
+def _keep_share(sharded: ShardedCall, record: ShardRecord, position: int, done: TaskFuture) -> None:
+    if done.exception() is None:
+        sharded.keep(record, position, done.result())
 
 
 def _add_span(spans: list[Span], new: Span) -> None:

@@ -153,9 +153,6 @@ class _RankWorker:
     def execute(self, verb: str, *arguments: Any) -> WorkerTask:
         return self._connection.send(self.name, (self._model, self._threads, verb, _collect_rows(arguments)))
 
-    def execute_all(self, verbs: Sequence[tuple[Any, ...]]) -> list[WorkerTask]:
-        return [self.execute(*verb) for verb in verbs]  # a model's calls come from one thread
-
     def replace(self) -> _RankWorker:
         raise RuntimeError(f"{self.name} is a process that torchrun started, and torchrun alone can start it again")
 

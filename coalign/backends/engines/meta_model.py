@@ -61,6 +61,8 @@ class MetaModel:
         if images is None:
             drop_towers(model)
         self.module: PreTrainedModel = model.eval()
+        self.vocabulary = cast(Tensor, self.module.get_input_embeddings().weight).shape[0]
+        self.context = read_context_length(self.module.config)  # tokens; None: no limit
         self.images: ImageEmbedder | None = None
         self.forbidden: Tensor | None = None  # i64, tokens that it must not say; None: there are none
         if images is not None:
@@ -78,15 +80,6 @@ class MetaModel:
     def forbid(self, logits: Tensor) -> Tensor:
         """The logits [B, V] without what must not be said (`list_forbidden_ids`)."""
         return logits if self.forbidden is None else logits.index_fill(1, self.forbidden, -torch.inf)
-
-    @property
-    def vocabulary(self) -> int:
-        return cast(Tensor, self.module.get_input_embeddings().weight).shape[0]
-
-    @property
-    def context(self) -> int | None:
-        """Tokens of the longest sequence that the architecture can read."""
-        return read_context_length(self.module.config)
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, adopt: bool) -> None:
         """Take parameters and persistent buffers by Hugging Face names: the first time all, later those that changed.

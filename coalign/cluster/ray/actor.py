@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -163,6 +163,3 @@ class RayWorker:
         # In a tuple, so that Ray does not fetch the references among them: the worker fetches the rows that it needs.
         meta, payload = self.actor.execute.remote(self._cluster.epoch, verb, arguments)
         return WorkerTask(self.name, meta.future(), payload)
-
-    def execute_all(self, verbs: Sequence[tuple[Any, ...]]) -> list[WorkerTask]:
-        return [self.execute(*verb) for verb in verbs]  # an actor keeps the order of one caller's calls
