@@ -9,7 +9,7 @@ import torch
 
 from coalign import evaluate
 from coalign.data.batch import Batch
-from coalign.engine.reward import observe_rewards, _RewardTerm, combine, combine_rewards
+from coalign.engine.reward import _RewardTerm, combine, combine_rewards, observe_rewards
 from coalign.engine.rollouts.bundle import describe_sources
 from coalign.engine.rollouts.selection import filter_groups
 from coalign.rewards.calls import RewardError
