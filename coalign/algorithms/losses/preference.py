@@ -41,7 +41,7 @@ MAX_EXPONENT = 80.0  # e^80: beyond any log-ratio of use, and its square does no
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PairwiseLoss(Loss):
+class _PairwiseLoss(Loss):
     """The mean over the pairs of each group of what `compare` says of a pair's implicit rewards β r."""
 
     per = "group"
@@ -63,7 +63,7 @@ class PairwiseLoss(Loss):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DPOLoss(PairwiseLoss):
+class DPOLoss(_PairwiseLoss):
     """-log σ(z) (2305.18290), with variants that each change one part.
 
     - ``label_smoothing`` ε: labels wrong with that probability. -(1 - ε) log σ(z) - ε log σ(-z) (cDPO), or with
@@ -143,7 +143,7 @@ def _weigh_excess_tokens(x: LossInput, pairs: PreferencePairs, ld_alpha: float) 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class IPOLoss(PairwiseLoss):
+class IPOLoss(_PairwiseLoss):
     """(r_w/|w| - r_l/|l| - 1/(2β))², with log-ratios *averaged* over tokens (2310.12036; TRL has it from the authors).
 
     β is the paper's τ. OpenRLHF sums where this averages.
@@ -156,7 +156,7 @@ class IPOLoss(PairwiseLoss):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HingeLoss(PairwiseLoss):
+class HingeLoss(_PairwiseLoss):
     """max(0, 1 - z) (SLiC, 2305.10425, against a reference as in RSO, 2309.06657)."""
 
     def compare(self, winner: Tensor, loser: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ class HingeLoss(PairwiseLoss):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EXOPairLoss(PairwiseLoss):
+class EXOPairLoss(_PairwiseLoss):
     """EXO-pref (2402.00856, eq. 16): KL from (σ(z), σ(-z)) to (1 - ε, ε). ε = ``label_smoothing`` is above 0."""
 
     label_smoothing: float = 1e-3
@@ -179,7 +179,7 @@ class EXOPairLoss(PairwiseLoss):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NCAPairLoss(PairwiseLoss):
+class NCAPairLoss(_PairwiseLoss):
     """NCA (2402.05369): -log σ(βr_w) - ½ log σ(-βr_w) - ½ log σ(-βr_l)."""
 
     def compare(self, winner: Tensor, loser: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ class NCAPairLoss(PairwiseLoss):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BCOPairLoss(PairwiseLoss):
+class BCOPairLoss(_PairwiseLoss):
     """BCO (2404.04656): -log σ(βr_w) - log σ(-βr_l).
 
     As in TRL's DPOTrainer without the paper's reward shift, a running mean over the steps: a loss keeps no state.
@@ -198,7 +198,7 @@ class BCOPairLoss(PairwiseLoss):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SPPOHardLoss(PairwiseLoss):
+class SPPOHardLoss(_PairwiseLoss):
     """SPPO (2405.00675, eq. 4.7) with probability 1 for the winner: (r_w - 1/(2β))² + (r_l + 1/(2β))²."""
 
     def __call__(self, x: LossInput) -> LossOutput:
@@ -209,7 +209,7 @@ class SPPOHardLoss(PairwiseLoss):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class APOZeroLoss(PairwiseLoss):
+class APOZeroLoss(_PairwiseLoss):
     """APO-zero (2408.06266, eq. 7): σ(-βr_w) + σ(βr_l), for winners better than the policy's own responses."""
 
     def compare(self, winner: Tensor, loser: Tensor) -> Tensor:
@@ -217,7 +217,7 @@ class APOZeroLoss(PairwiseLoss):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class APODownLoss(PairwiseLoss):
+class APODownLoss(_PairwiseLoss):
     """APO-down (2408.06266, eq. 8): σ(βr_w) + σ(-z), for winners worse than the policy's own responses."""
 
     def compare(self, winner: Tensor, loser: Tensor) -> Tensor:
@@ -225,7 +225,7 @@ class APODownLoss(PairwiseLoss):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DiscoPOPLoss(PairwiseLoss):
+class DiscoPOPLoss(_PairwiseLoss):
     """DiscoPOP (2406.08414, eq. 5): (1 - m) · -log σ(z) + m e^(-z), with m = σ(z/τ)."""
 
     tau: float = 0.05
@@ -287,7 +287,7 @@ MIN_DOUBT = 1e-6  # 1 - p is at least this: closer to 1 the odds are rounding er
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SimPOLoss(PairwiseLoss):
+class SimPOLoss(_PairwiseLoss):
     """-log σ(β log π_w / |w| - β log π_l / |l| - γ) (2405.14734). ``nll_coef`` makes it CPO-SimPO.
 
     ``alpha`` other than 0 bends the reward to (1 - p^-α)/α, where log p is the mean log-prob (AlphaPO, 2501.03884).
@@ -311,7 +311,7 @@ class SimPOLoss(PairwiseLoss):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CPOLoss(PairwiseLoss):
+class CPOLoss(_PairwiseLoss):
     """-log σ(β log π_w - β log π_l) + nll_coef · NLL_w (2401.08417), sums over tokens, NLL per token."""
 
     needs = ()
@@ -359,7 +359,7 @@ class _UnpairedLoss(Loss):
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
 
-    def compare_with(self, point: Tensor, x: LossInput) -> LossOutput:
+    def judge(self, x: LossInput, point: Tensor) -> LossOutput:
         """One value per sequence, from its log-ratio and its reference point [N]."""
         desirable = _read_desirable(x.require_column("preference"))
         ratios = log_ratios(x)
@@ -388,7 +388,7 @@ class KTOLoss(_UnpairedLoss):
 
     def __call__(self, x: LossInput) -> LossOutput:
         point = x.require_column("reference_point")
-        result = self.compare_with(point, x)
+        result = self.judge(x, point)
         return LossOutput(result.value, result.stats | {"kl": Stat.of(point)})
 
 
@@ -397,7 +397,7 @@ class APOZeroUnpairedLoss(_UnpairedLoss):
     """KTO with 0 as the reference point (APO-zero, 2408.06266, without pairs)."""
 
     def __call__(self, x: LossInput) -> LossOutput:
-        return self.compare_with(torch.zeros(x.sequences), x)
+        return self.judge(x, torch.zeros(x.sequences))
 
 
 def _read_desirable(preference: Tensor) -> Tensor:
