@@ -128,7 +128,7 @@ class _ClippedLoss(PolicyLoss):
     clip_high: float
 
     def __post_init__(self) -> None:
-        PolicyLoss.__post_init__(self)
+        PolicyLoss.__post_init__(self)  # super() does not know the class that `slots` makes anew
         if self.clip_low < 0 or self.clip_high < 0:
             self.refuse("neither may be below 0", "clip_low", "clip_high")
 
