@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-from coalign.backends.base import Objective
+from coalign.algorithms.losses.policy import PolicyGradient
+from coalign.algorithms.objective import Objective
 from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.packing import pack
@@ -216,7 +217,7 @@ def build_trainer(options: argparse.Namespace, folder: Path, shape: str, kernel:
         attention=kernel if options.device.startswith("cuda") else "auto",
         activation_checkpointing="full" if shape == "7B" else None,
     )
-    loss = Objective("policy_gradient")
+    loss = Objective(PolicyGradient())
     module = FSDPModule(config, Context(model="trainer", device=options.device, loss=loss, samples_per_prompt=SAMPLES))
     module.setup()
     return module

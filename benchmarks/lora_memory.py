@@ -36,7 +36,8 @@ def measure(path: str, setting: str, steps: int, rows: int, length: int, micro: 
     """Train in this process; seconds of the steps after the first one."""
     import torch
 
-    from coalign.backends.base import Objective
+    from coalign.algorithms.losses.supervised import SFTLoss
+    from coalign.algorithms.objective import Objective
     from coalign.backends.hf.fsdp import FSDPModule
     from coalign.config.schema import ModelConfig
     from coalign.data.batch import Batch
@@ -48,7 +49,7 @@ def measure(path: str, setting: str, steps: int, rows: int, length: int, micro: 
 
         return {"peak": peak_mib()}
     config = ModelConfig(load=path, max_tokens_per_micro=micro, optimizer={"lr": 1e-4}, **SETTINGS[setting])
-    trainer = FSDPModule(config, Context(model="trainer", steps=steps, loss=Objective("sft")))
+    trainer = FSDPModule(config, Context(model="trainer", steps=steps, loss=Objective(SFTLoss())))
     trainer.setup()
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 16000, (rows * length,), generator=draw, dtype=torch.int32)

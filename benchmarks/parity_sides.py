@@ -10,9 +10,9 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from coalign.backends.base import Objective
+from coalign.backends.base import build_objective
 from coalign.backends.hf.fsdp import FSDPModule
-from coalign.config.schema import ModelConfig
+from coalign.config.schema import LossConfig, ModelConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
 
@@ -69,7 +69,7 @@ class Observed(FSDPModule):
 def module(load: str, loss: dict | None = None, **config) -> Observed:
     made = Observed(
         ModelConfig(load=load, frozen=loss is None, max_tokens_per_micro=MICRO, **config),
-        Context(loss=Objective(**loss) if loss else None),
+        Context(loss=build_objective(LossConfig(**loss)) if loss else None),
     )
     made.setup()
     return made

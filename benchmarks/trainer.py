@@ -16,7 +16,8 @@ from collections.abc import Callable
 import torch
 from transformers import Qwen2Config
 
-from coalign.backends.base import Objective
+from coalign.algorithms.losses.policy import PolicyGradient
+from coalign.algorithms.objective import Objective
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
@@ -47,7 +48,7 @@ def main() -> None:
             max_tokens_per_micro=options.micro,
             activation_checkpointing="full" if options.checkpointing else None,
         )
-        trainer = FSDPModule(config, Context(loss=Objective("policy_gradient", kl_coef=0.04)))
+        trainer = FSDPModule(config, Context(loss=Objective(PolicyGradient(kl_coef=0.04))))
         trainer.setup()
         step = lambda: trainer.train_step(batch)  # noqa: E731
         step()

@@ -11,7 +11,7 @@ from coalign.types import Stats
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from coalign.backends.base import Objective
+    from coalign.algorithms.objective import Objective
     from coalign.config.schema import ImagesConfig, RewardConfig
     from coalign.data.batch import Batch
     from coalign.data.messages import ReasoningPolicy

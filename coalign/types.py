@@ -8,7 +8,7 @@ in a loss mask.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, cast
@@ -345,13 +345,9 @@ class LossInput:
 class LossOutput:
     """The values and metrics of a loss; the framework sums and divides.
 
-    The loss function's attribute ``per`` says what a value belongs to: ``token`` ([T], the default), ``sequence``
-    ([N]), ``group`` ([G]), or ``batch`` ([1]: all sequences are compared, so an update is one micro-batch). Its
-    attribute ``aggregations`` names the aggregations that a per-token loss supports, if not all.
+    What a value belongs to, the loss's attribute ``per`` says: ``token`` ([T], the default), ``sequence`` ([N]),
+    ``group`` ([G]), or ``batch`` ([1]).
     """
 
     value: Tensor
     stats: Stats = field(default_factory=dict)
-
-
-Loss = Callable[..., LossOutput]  # loss(x: LossInput, *, keyword-only configuration) -> LossOutput

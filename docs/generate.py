@@ -40,9 +40,10 @@ OWN_PARTS = {
         "coalign.recipes.offline": ("Offline",),
     },
     "Losses and advantages": {
-        "coalign.algorithms.losses.policy": ("Surrogate", "policy_loss"),
+        "coalign.algorithms.losses.policy": ("PolicyGradient", "PolicyLoss", "Surrogate"),
+        "coalign.algorithms.objective": ("Loss", "Objective"),
         "coalign.algorithms.advantages": ("group",),
-        "coalign.backends.base": ("Objective", "Module", "TrainableModule"),
+        "coalign.backends.base": ("Module", "TrainableModule"),
         "coalign.types": ("Stats", "Status"),
     },
     "Backends": {

@@ -12,7 +12,8 @@ import torch
 from arithmetic import make_model
 
 from coalign.algorithms.advantages import group as group_advantages
-from coalign.backends.base import Objective
+from coalign.algorithms.losses.policy import PolicyGradient
+from coalign.algorithms.objective import Objective
 from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig, OptimizerConfig, SamplingConfig
@@ -33,7 +34,7 @@ def train(model: str) -> list[float]:
     sampling, optimizer = SamplingConfig(max_new_tokens=8), OptimizerConfig(lr=3e-3)
     policy = NativeModule(ModelConfig(load=model, sampling=sampling), Context("policy"))
     trainer = FSDPModule(
-        ModelConfig(load=model, optimizer=optimizer), Context("trainer", steps=STEPS, loss=Objective("policy_gradient"))
+        ModelConfig(load=model, optimizer=optimizer), Context("trainer", steps=STEPS, loss=Objective(PolicyGradient()))
     )
     policy.setup()
     trainer.setup()

@@ -116,11 +116,11 @@ def importance_weights(
     """f64[T] without gradient: the weight of each trained token; 1 at level `none`.
 
     ``old``, ``rollout``: [T] log-probs of the trained tokens; ``segment`` i64[T] and ``sequences`` as in LossInput. A
-    micro-batch holds whole sequences, so the weights do not depend on how a batch is split.
+    micro-batch holds whole sequences, so the weights do not depend on how a batch is split. 1 lies in the bounds.
 
     Statistics, of tokens at the levels `none` and `token`, else of sequences: `ess` (effective sample size of the
     unbounded weights, 0 to 1), and with a level `is_weight` (mean of the bounded ones) and `is_outside` (share clamped
-    or masked). ValueError for bounds that exclude 1.
+    or masked).
     """
     ratios = importance_ratios(old, rollout, segment, sequences, level="token" if level == "none" else level)
     per_sequence = level in ("sequence", "product")
@@ -128,8 +128,6 @@ def importance_weights(
     stats: Stats = {"ess": EffectiveSize.of(counted)}
     if level == "none":
         return torch.ones_like(ratios), stats
-    if not 0 <= low <= 1 <= high:
-        raise ValueError(f"loss.is_low is {low} and loss.is_high is {high}: the weight on policy, 1, lies between them")
     weights, counted_weights = (
         ratio.clamp(low, high) if mode == "truncate" else torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
         for ratio in (ratios, counted)

@@ -5,21 +5,15 @@
 The denominators of a loss are global over an optimizer step: a loss never divides. The framework counts tokens and
 sequences over all micro-batches and ranks of the step, and sums ``value * weight``. So neither the loss nor its
 gradient depends on how the step was split. A sequence without trained tokens counts neither as tokens nor as a
-sequence. What a loss declares about its values are the attributes ``needs``, ``per`` and ``aggregations`` of the
-function: see coalign.types.LossInput and LossOutput.
+sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from inspect import signature
-from typing import Any
 
 import torch
 from torch import Tensor
-
-from coalign.types import Loss
 
 
 def segment_count(segment: Tensor, sequences: int) -> Tensor:
@@ -102,34 +96,3 @@ def aggregation_weights(
     if aggregation == "sequence_mean_token_mean":
         return ones / segment_count(segment, sequences)[segment] / totals.sequences
     return ones / (totals.sequences * (constant_length if aggregation == "constant" else 1))
-
-
-def required_inputs(loss: Loss, arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the LossInput fields that ``loss`` reads with these arguments and that exist only on request.
-
-    The model computes ``entropy``, ``candidate_logprobs`` and ``collision``; ``ref`` makes the recipe run a reference.
-    The attribute ``loss.needs``, if there is one, is called with the loss's keyword arguments, defaults included.
-    """
-    declared = getattr(loss, "needs", None)
-    if declared is None:
-        return ()
-    bound = signature(loss).bind(None, **arguments)
-    bound.apply_defaults()
-    return tuple(declared(**bound.kwargs))
-
-
-def value_unit(loss: Loss) -> str:
-    """Return what ``loss`` gives a value for: token, sequence, group or batch (see coalign.types.LossOutput)."""
-    return getattr(loss, "per", "token")
-
-
-def check_aggregation(loss: Loss, name: str, aggregation: str, section: str = "loss") -> None:
-    """Raise ValueError for an ``aggregation`` that has no effect on ``loss``, or is not among ``loss.aggregations``.
-
-    ``name`` is the loss's name in the configuration at ``section``.
-    """
-    setting = f"{section}.aggregation is `{aggregation}`"
-    if value_unit(loss) != "token" and aggregation != "token_mean":
-        raise ValueError(f"{setting} and has no effect: `{name}` takes the mean of a value per {value_unit(loss)}")
-    if aggregation not in (allowed := getattr(loss, "aggregations", AGGREGATIONS)):
-        raise ValueError(f"{setting}, which `{name}` is not defined for; expected {' or '.join(allowed)}")

@@ -1,7 +1,6 @@
 """Backends: what computes a model of a run. `models.<name>.module` names one of ``CLASSES``.
 
 Start with ``base.py``: a backend is a subclass of ``Module``, or of ``TrainableModule`` if it learns.
-``Objective``, there too, turns the outputs of a model into a loss.
 
 - ``packing.py`` and ``attention.py`` pack a micro-batch.
 - ``hf/`` trains models of transformers in plain torch; ``deepspeed.py`` and the companion coalign-megatron use other

@@ -1,6 +1,6 @@
 """The base classes of all backends: ``Module``, any model of a run, and ``TrainableModule``, one that learns.
 
-``Objective`` turns a model's outputs into a loss. ``TrainableModule`` owns the order of events inside a training step:
+``TrainableModule`` owns the order of events inside a training step:
 cut the batch into updates, count the global denominators, cut each update into micro-batches, forward and backward,
 optimizer step. It is long, so that a step can be read from top to bottom in one place.
 """
@@ -10,15 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
-from coalign.algorithms import segments
 from coalign.algorithms.divergence import mismatch_stats
+from coalign.algorithms.objective import FunctionLoss, Loss, Objective
 from coalign.algorithms.segments import LossTotals, segment_count
 from coalign.backends.optim import compute_learning_rate
 from coalign.backends.packing import get_loss_mask
@@ -42,81 +42,22 @@ FIELDS = {
     "old_values": "values",
 }
 
-STEP_STATISTICS = {"value", "grad_norm", "lr", "skipped_updates", "not_finite"}
+
+def build_objective(config: LossConfig, section: str = "loss") -> Objective:
+    """The loss that ``section`` (a dotted path) of the configuration describes. Raises ConfigError for wrong arguments,
+    ValueError for a loss that is not there, for settings that it refuses, or for an aggregation without a meaning for
+    it."""
+    with located_at(*parse_key(section), "fn"):
+        fn = resolve(config.fn, config.home)
+    settings = bind(fn, config.arguments, section)
+    loss = fn(**settings) if isinstance(fn, type) and issubclass(fn, Loss) else FunctionLoss(fn, settings)
+    return Objective(loss, config.aggregation, config.constant_length or 1, config.fn, section)
 
 
-class Objective:
-    """A loss with its configuration: (micro-batch, model outputs) -> the micro-batch's share of the global loss. ``fn``
-    names the loss; ``section`` is the dotted path of its section, for errors. Raises ConfigError for wrong arguments,
-    ValueError for a loss that is not there or an aggregation that has no meaning for it."""
-
-    def __init__(
-        self,
-        fn: str,
-        *,
-        aggregation: str = "token_mean",
-        constant_length: int | None = None,
-        section: str = "loss",
-        **arguments: Any,
-    ) -> None:
-        with located_at(*parse_key(section), "fn"):
-            loss = resolve(fn, LossConfig.home)
-        arguments = bind(loss, arguments, section)
-        segments.check_aggregation(loss, fn, aggregation, section)
-        self.name, self.section, self.aggregation = fn, section, aggregation
-        self.loss = partial(loss, **arguments)
-        self.needs = segments.required_inputs(loss, arguments)
-        self.per = segments.value_unit(loss)
-        length = 1 if constant_length is None else constant_length
-        self.weights = partial(segments.aggregation_weights, aggregation=aggregation, constant_length=length)
-
-    @classmethod
-    def of(cls, config: LossConfig, section: str) -> Objective:
-        """The loss that ``section`` of the configuration describes."""
-        settings: dict[str, Any] = {"aggregation": config.aggregation, "constant_length": config.constant_length}
-        return cls(config.fn, section=section, **settings, **config.arguments)
-
-    def __call__(self, micro: Batch, outputs: Mapping[str, Tensor], totals: LossTotals) -> tuple[Tensor, Stats]:
-        """The scalar to differentiate, and the loss's statistics.
-
-        Where the batch has the sampler's log-probs, the statistics include how far the loss's anchor is from them
-        (coalign.algorithms.divergence.mismatch_stats). ``totals`` are those of the whole optimizer step over all ranks,
-        so the gradient does not depend on how the step was cut. Raises ValueError for a wrong number of values.
-        """
-        x = loss_input(micro, outputs)
-        result = self.loss(x)
-        weights = self._weights(x, totals)
-        if len(result.value) != len(weights):
-            raise ValueError(
-                f"the loss returned {len(result.value)} values; expected {len(weights)}, one per {self.per} (its "
-                "attribute `per` says which: token, sequence, group or batch)"
-            )
-        if taken := STEP_STATISTICS & set(result.stats):
-            raise ValueError(f"the loss returned statistics {sorted(taken)}, which the training step itself reports")
-        mismatch: Stats = {}
-        if x.logprobs is not None and x.old is not None and x.rollout is not None:
-            mismatch = mismatch_stats(x.old, x.rollout)
-        return (result.value * weights.to(result.value)).sum(), {**mismatch, **result.stats}
-
-    @property
-    def compares(self) -> bool:
-        """Whether the loss compares responses with each other, so that no token has an importance ratio of its own."""
-        return self.per in ("group", "batch")
-
-    def count(self, totals: LossTotals) -> float:
-        """The number of values that the loss is the mean of: a step's weight when several steps are averaged."""
-        if self.per == "token" and self.aggregation != "token_mean":
-            return totals.sequences
-        return {"token": totals.tokens, "sequence": totals.sequences, "group": totals.groups, "batch": 1.0}[self.per]
-
-    def _weights(self, x: LossInput, totals: LossTotals) -> Tensor:
-        if self.per == "token":
-            return self.weights(x.segment, x.sequences, totals=totals)
-        if self.per == "sequence":  # the mean over those with trained tokens
-            return (segment_count(x.segment, x.sequences) > 0).double() / totals.sequences
-        if self.per == "group":
-            return torch.full((x.groups,), 1.0 / totals.groups, dtype=torch.float64, device=x.segment.device)
-        return torch.ones(1)
+@cache
+def _build_named(loss: str) -> Objective:
+    """For calls that name another loss than the configured one."""
+    return build_objective(LossConfig(fn=loss))
 
 
 def loss_input(micro: Batch, outputs: Mapping[str, Tensor]) -> LossInput:
@@ -575,7 +516,7 @@ class TrainableModule(Module):
                 return sum((out.sum() for out in outputs.values()), torch.zeros(())) * 0.0
             if logprobs is not None:
                 logprobs.note(micro, outputs)
-            value, stats = objective(micro, outputs, totals)
+            value, stats = objective(loss_input(micro, outputs), totals)
             seen.append({f"loss/{name}": stat for name, stat in stats.items()})
             # Statistics of data-parallel ranks are averaged when they are merged; the loss is a sum over the ranks.
             seen.append({"loss/value": Stat(value.item() * self._batch_shards, 0.0)})
@@ -619,7 +560,7 @@ class TrainableModule(Module):
     def _objective(self, name: str | None) -> Objective:
         """The loss of the configuration, or the one called ``name``. ValueError without any."""
         if name is not None:
-            return _build_objective(name)
+            return _build_named(name)
         if self.context.loss is None:
             model = self.context.model
             raise ValueError(f"model '{model}' is to be trained, and there is no `loss` and no `models.{model}.loss`")
@@ -659,9 +600,6 @@ class _TrainedLogprobs:
             positions = micro.token["token"][get_loss_mask(micro)]
             first = self.values[positions].isnan()
             self.values[positions[first]] = outputs["logprobs"].detach().float().cpu()[first]
-
-
-_build_objective = cache(Objective)  # for calls that name another loss than the configured one
 
 
 def _split_updates(batch: Batch, count: int) -> list[Batch]:

@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import typing
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -151,9 +152,10 @@ def shorten_name(name: str) -> str:
 
 
 def list_arguments(fn: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return the keyword-only parameters of ``fn``, which are its configuration, by name."""
-    parameters = inspect.signature(fn).parameters.values()
-    return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+    """Return the keyword-only parameters of ``fn``, which are its configuration, by name; inherited ones last."""
+    parameters = inspect.signature(fn).parameters
+    names = [*(vars(fn).get("__annotations__", ()) if is_dataclass(fn) else ()), *parameters]
+    return {name: p for name in names if (p := parameters.get(name)) and p.kind is p.KEYWORD_ONLY}
 
 
 def bind(fn: Callable[..., Any], arguments: Mapping[str, Any], section: str) -> dict[str, Any]:
@@ -271,7 +273,7 @@ def _problems(key: tuple[str | int, ...], error: Any) -> list[ConfigProblem]:
 
 def get_annotations(fn: Callable[..., Any]) -> dict[str, Any]:
     """Return the types of a function's parameters, or of those of a class, by name."""
-    if inspect.isclass(fn):
+    if inspect.isclass(fn) and not is_dataclass(fn):
         return typing.get_type_hints(fn.__init__, include_extras=True)
     return typing.get_type_hints(fn if hasattr(fn, "__annotations__") else type(fn).__call__, include_extras=True)
 

@@ -37,7 +37,7 @@ from coalign.weights.sync.sync import WeightSync
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from coalign.backends.base import Objective
+    from coalign.algorithms.objective import Objective
     from coalign.cluster.cluster import Cluster
     from coalign.cluster.dist import DistModel
     from coalign.launch.plan import Plan

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from coalign.cluster.future import BatchRef, Future
 
 if TYPE_CHECKING:
-    from coalign.backends.base import Objective
+    from coalign.algorithms.objective import Objective
     from coalign.cluster.dist import DistModel
     from coalign.engine.engine import Engine
     from coalign.report.display import Display

@@ -14,7 +14,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from coalign.algorithms.divergence import AdaptiveKL, FixedKL
-from coalign.backends.base import Module, Objective, TrainableModule
+from coalign.algorithms.objective import Objective
+from coalign.backends.base import Module, TrainableModule, build_objective
 from coalign.cluster.worker import find_module_class
 from coalign.config import check_names, locate_problems
 from coalign.config.errors import located_at, suggest
@@ -149,7 +150,7 @@ def outline_run(config: RunConfig) -> _RunOutline:
             f"{recipe.__name__}.source: '{recipe.source}' is no kind of data{suggest(recipe.source, KINDS)}"
         )
     with locate_problems(config):
-        loss = Objective.of(config.loss, "loss") if config.loss else None
+        loss = build_objective(config.loss) if config.loss else None
         judges = (reward.model for reward in config.reward if reward.model)
         roles = dict(recipe.roles(config, loss))
         check_names(config, dict.fromkeys([*recipe.models, *roles, *judges]))
@@ -343,7 +344,7 @@ def _plan_models(
     template = template if template in ("auto", "none") else read_template(template)
     for name, role in roles.items():
         model = configs[name]
-        objective = Objective.of(model.loss, f"models.{name}.loss") if model.loss else loss
+        objective = build_objective(model.loss, f"models.{name}.loss") if model.loss else loss
         compares = objective is not None and objective.per == "group"
         if model.chat_template_kwargs and not (model.chat_template or model.judge):
             raise ValueError(

@@ -7,8 +7,9 @@ from typing import cast
 
 import torch
 
+from coalign.algorithms.objective import Objective
 from coalign.algorithms.segments import LossTotals
-from coalign.backends.base import Objective, loss_input
+from coalign.backends.base import loss_input
 from coalign.cluster.cluster import Cluster
 from coalign.cluster.dry import STANDINS, DryCluster, FlowGraph, TracedCall
 from coalign.cluster.future import Call
@@ -17,7 +18,6 @@ from coalign.config.errors import ConfigProblem
 from coalign.engine.hooks.guards import check_reported
 from coalign.engine.reward import combine_rewards
 from coalign.launch.plan import Plan, PlannedModel
-from coalign.types import LossInput
 
 # The outputs that a model with this head hands to its loss.
 OUTPUTS = {"lm": ("logprobs",), "value": ("values",), "reward": ("scores",)}
@@ -78,13 +78,12 @@ def _try_loss(model: PlannedModel, objective: Objective, call: TracedCall) -> li
         outputs[measured] = torch.zeros(sizes["logprobs"])
     if "candidate_logprobs" in objective.needs and "candidates" in batch:
         outputs["candidate_logprobs"] = torch.zeros(batch["candidates"][trained].shape)
-    have: LossInput = loss_input(batch, outputs)
+    x = loss_input(batch, outputs)
     try:
-        _, stats = objective(batch, outputs, LossTotals(1.0, 1.0, 1.0))
+        _, stats = objective(x, LossTotals(1.0, 1.0, 1.0))
     except (TypeError, AttributeError, ValueError) as problem:
-        missing = sorted(
-            f for f in ("ref", "advantages", "returns", "old_values", "scores") if getattr(have, f) is None
-        )
+        inputs = ("advantages", "old_values", "ref", "returns", "scores")
+        missing = [name for name in inputs if getattr(x, name) is None]
         raise ValueError(
             f"models.{model.name}: the loss `{objective.name}` fails on what the flow gives it ({problem}); "
             f"of its inputs these are not there: {', '.join(missing)}"

@@ -26,7 +26,7 @@ from coalign.run_files.checkpoints import find_step
 from coalign.weights.model_files import check_adapter_files, has_weights
 
 if TYPE_CHECKING:
-    from coalign.backends.base import Objective
+    from coalign.algorithms.objective import Objective
     from coalign.data.loader import Loader
     from coalign.engine.engine import Engine
     from coalign.environments.loop import EnvironmentFunction
@@ -379,7 +379,7 @@ def check_reward_sources(rewards: Sequence[RewardConfig], train: Loader, held_ou
 def check_guards(objective: Objective, config: RunConfig) -> None:
     """Refuse a bound on the entropy where the main model's loss can measure it and is not set to."""
     least = config.runtime.guards.min_entropy
-    if least is not None and "measure_entropy" in objective.loss.keywords and "entropy" not in objective.needs:
+    if least is not None and hasattr(objective.loss, "measure_entropy") and "entropy" not in objective.needs:
         raise ValueError(
             f"runtime.guards.min_entropy is {least:g}, and the loss `{objective.name}` does not measure the entropy; "
             f"set {objective.section}.measure_entropy: true"

@@ -18,7 +18,7 @@ from coalign.roles import Rollout, Scorer, Trainable
 from coalign.types import Stat, Stats
 
 if TYPE_CHECKING:
-    from coalign.backends.base import Objective
+    from coalign.algorithms.objective import Objective
     from coalign.cluster.dist import DistModel
 
 

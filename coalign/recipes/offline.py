@@ -13,7 +13,7 @@ from coalign.engine.reference import drop_unread_reference
 from coalign.roles import Scorer, Trainable
 
 if TYPE_CHECKING:
-    from coalign.backends.base import Objective
+    from coalign.algorithms.objective import Objective
     from coalign.cluster.dist import DistModel
     from coalign.engine.reference import BaseWeights
 

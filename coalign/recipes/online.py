@@ -16,7 +16,7 @@ from coalign.roles import Rollout, Scorer, Trainable
 from coalign.types import Stats
 
 if TYPE_CHECKING:
-    from coalign.backends.base import Objective
+    from coalign.algorithms.objective import Objective
     from coalign.cluster.cluster import Cluster
     from coalign.cluster.dist import DistModel
     from coalign.engine.reference import BaseWeights
@@ -76,7 +76,7 @@ class KLInReward(Online):
 
     @classmethod
     def check(cls, config: RunConfig, loss: Objective | None) -> None:
-        if loss is not None and loss.loss.keywords.get("kl_coef", 0.0):
+        if loss is not None and getattr(loss.loss, "kl_coef", 0.0):
             raise ValueError(
                 f"loss.kl_coef: in `{config.algorithm}` the KL penalty is part of the reward; set kl.coef and leave "
                 "loss.kl_coef at 0, or the divergence is charged twice"

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coalign.algorithms.losses import policy_gradient
+from coalign.algorithms.losses.policy import PolicyGradient
 from coalign.algorithms.segments import LossTotals, aggregation_weights
 from coalign.types import LossInput
 
@@ -57,7 +57,7 @@ def test_loss_and_gradient_do_not_depend_on_cuts_or_order(aggregation, lengths, 
             totals = LossTotals(len(segment), len(segment.unique()), len(lengths))
             options = {"aggregation": aggregation, "totals": totals, "constant_length": 16}
             weights = aggregation_weights(x.segment, x.sequences, **options)
-            total = total + (policy_gradient(x, kl_coef=0.04).value * weights).sum()
+            total = total + (PolicyGradient(kl_coef=0.04)(x).value * weights).sum()
         return total, torch.autograd.grad(total, leaf)[0]
 
     parts = [order[a:b] for a, b in pairwise(cuts)]

@@ -5,8 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from coalign.algorithms.losses import distillation
-from coalign.algorithms.segments import required_inputs, value_unit
+from coalign.algorithms.losses.supervised import DistillationLoss
 from coalign.types import LossInput
 
 T = torch.tensor
@@ -35,26 +34,26 @@ class TestWorkedByHand:
 
     def test_forward(self):
         expected = 0.5 * math.log(2) + 0.25 * math.log(0.5)
-        assert distillation(self.X).value.item() == pytest.approx(expected)
+        assert DistillationLoss()(self.X).value.item() == pytest.approx(expected)
 
     def test_reverse(self):
         expected = 0.25 * math.log(0.5) + 0.5 * math.log(2)
-        assert distillation(self.X, divergence="reverse").value.item() == pytest.approx(expected)
+        assert DistillationLoss(divergence="reverse")(self.X).value.item() == pytest.approx(expected)
 
     def test_jsd(self):
         # Mixture at β = 0.5: (0.375, 0.25, 0.375)
         kl = 0.5 * math.log(0.5 / 0.375) + 0.25 * math.log(0.25 / 0.375)
-        assert distillation(self.X, divergence="jsd").value.item() == pytest.approx(kl)  # both halves alike
+        assert DistillationLoss(divergence="jsd")(self.X).value.item() == pytest.approx(kl)  # both halves alike
         # β = 0.1: m = 0.1 teacher + 0.9 student = (0.275, 0.25, 0.475)
         teacher = 0.5 * math.log(0.5 / 0.275) + 0.25 * math.log(0.25 / 0.475)
         student = 0.25 * math.log(0.25 / 0.275) + 0.5 * math.log(0.5 / 0.475)
-        value = distillation(self.X, divergence="jsd", jsd_beta=0.1).value.item()
+        value = DistillationLoss(divergence="jsd", jsd_beta=0.1)(self.X).value.item()
         assert value == pytest.approx(0.1 * teacher + 0.9 * student)
 
     def test_share_of_the_negative_log_likelihood(self):
         x = replace(self.X, logprobs=T([-2.0], dtype=torch.float64))
-        kl = distillation(x).value.item()
-        out = distillation(x, kd_coef=0.4)
+        kl = DistillationLoss()(x).value.item()
+        out = DistillationLoss(kd_coef=0.4)(x)
         assert out.value.item() == pytest.approx(0.6 * 2.0 + 0.4 * kl)
         assert out.stats["kd"].value == pytest.approx(kl) and out.stats["nll"].value == 2.0
         assert out.stats["teacher_tail"].value == pytest.approx(0.25)
@@ -66,13 +65,13 @@ class TestCandidates:
         x = replace(given(student, teacher), candidate_logprobs=student, columns={"teacher_logprobs": teacher})
         for name, (q, p) in {"forward": (student, teacher), "reverse": (teacher, student)}.items():
             exact = F.kl_div(q.double(), p.double(), log_target=True, reduction="none").sum(-1)
-            torch.testing.assert_close(distillation(x, divergence=name).value, exact, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(DistillationLoss(divergence=name)(x).value, exact, rtol=1e-5, atol=1e-5)
 
     @pytest.mark.parametrize("divergence", ["forward", "reverse", "jsd"])
     def test_equal_distributions_have_neither_value_nor_gradient(self, divergence):
         logits = torch.randn(4, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
         student = logits.log_softmax(-1)[:, :5]
-        value = distillation(given(student, student.detach()), divergence=divergence).value
+        value = DistillationLoss(divergence=divergence)(given(student, student.detach())).value
         value.sum().backward()
         assert value.abs().max() < 1e-12 and logits.grad.abs().max() < 1e-9
 
@@ -88,7 +87,7 @@ class TestSafety:
         def run(leaf):
             student = leaf.log_softmax(-1)
             x = given(student[:, :3], teacher, student[:, 0])
-            return distillation(x, divergence=divergence, kd_coef=0.7, jsd_beta=0.3).value
+            return DistillationLoss(divergence=divergence, kd_coef=0.7, jsd_beta=0.3)(x).value
 
         assert torch.autograd.gradcheck(run, (leaf,))
 
@@ -98,20 +97,19 @@ class TestSafety:
         rows = T([[math.log(0.5) + 1e-7, math.log(0.5) + 1e-7], [0.0, -800.0], [-900.0, -1000.0]], dtype=torch.float64)
         for student, teacher in ((rows, rows.flip(0)), (rows.flip(0), rows)):
             leaf = student.clone().requires_grad_()
-            value = distillation(given(leaf, teacher), divergence=divergence).value
+            value = DistillationLoss(divergence=divergence)(given(leaf, teacher)).value
             value.sum().backward()
             assert value.isfinite().all() and leaf.grad.isfinite().all()
 
     def test_bad_configuration(self):
-        x = given([[-1.0]], [[-1.0]])
-        with pytest.raises(ValueError, match=r"kd_coef is 1\.5"):
-            distillation(x, kd_coef=1.5)
+        with pytest.raises(ValueError, match=r"loss\.kd_coef is 1\.5"):
+            DistillationLoss(kd_coef=1.5)
         with pytest.raises(ValueError, match="jsd_beta is 1"):
-            distillation(x, divergence="jsd", jsd_beta=1.0)
+            DistillationLoss(divergence="jsd", jsd_beta=1.0)
 
     def test_traits_and_missing_inputs(self):
-        assert value_unit(distillation) == "token" and required_inputs(distillation, {}) == ("candidate_logprobs",)
+        assert DistillationLoss.per == "token" and DistillationLoss.needs == ("candidate_logprobs",)
         with pytest.raises(ValueError, match="column `teacher_logprobs`"):
-            distillation(replace(given([[-1.0]], [[-1.0]]), columns={}))
+            DistillationLoss()(replace(given([[-1.0]], [[-1.0]]), columns={}))
         with pytest.raises(ValueError, match="needs `candidate_logprobs`"):
-            distillation(replace(given([[-1.0]], [[-1.0]]), candidate_logprobs=None))
+            DistillationLoss()(replace(given([[-1.0]], [[-1.0]]), candidate_logprobs=None))

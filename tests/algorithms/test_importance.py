@@ -100,8 +100,3 @@ def test_effective_sizes_merge_exactly():
     merged = EffectiveSize.of(w[:1]) + EffectiveSize.of(w[1:])
     assert merged.value == EffectiveSize.of(w).value == pytest.approx(6.5**2 / (4 * 14.25))
     assert math.isnan(EffectiveSize.of(torch.zeros(3)).value)
-
-
-def test_bad_settings_are_named():
-    with pytest.raises(ValueError, match=r"loss\.is_low is 1\.5 and loss\.is_high is 2\.0: the weight on policy, 1"):
-        weights("token", low=1.5)

@@ -4,8 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from coalign.algorithms.losses import apo_zero_unpaired, kto
-from coalign.algorithms.segments import required_inputs, value_unit
+from coalign.algorithms.losses.preference import APOZeroUnpairedLoss, KTOLoss
 from tests.algorithms.responses import responses
 
 T = torch.tensor
@@ -22,7 +21,7 @@ X = responses(ROWS, ref=REF, group=[0, 1, 2], preference=[1, 0, 0], reference_po
 
 class TestKTO:
     def test_worked_by_hand(self):
-        out = kto(X, beta=0.5, desirable_weight=2.0, undesirable_weight=1.5)
+        out = KTOLoss(beta=0.5, desirable_weight=2.0, undesirable_weight=1.5)(X)
         expected = [2 * (1 - sigmoid(0.5 * 1.5)), 1.5 * (1 - sigmoid(0.5 * 1.5)), 1.5 * 0.5]
         assert out.value.tolist() == pytest.approx(expected)
         assert {name: stat.value for name, stat in out.stats.items()} == pytest.approx(
@@ -37,16 +36,16 @@ class TestKTO:
         )
 
     def test_the_reference_point_of_apo_zero_is_0(self):
-        out = apo_zero_unpaired(X, beta=0.5)
+        out = APOZeroUnpairedLoss(beta=0.5)(X)
         assert out.value.tolist() == pytest.approx([1 - sigmoid(1), sigmoid(-0.5), sigmoid(0.25)])
         without = replace(X, columns={"preference": X.columns["preference"]})
-        assert apo_zero_unpaired(without, beta=0.5).value.tolist() == out.value.tolist()
+        assert APOZeroUnpairedLoss(beta=0.5)(without).value.tolist() == out.value.tolist()
 
     @pytest.mark.parametrize("kind", [0.0, 1.0])
     def test_one_kind_only(self, kind):
         logprobs = X.logprobs.clone().requires_grad_()
         columns = dict(X.columns) | {"preference": torch.full((3,), kind)}
-        out = kto(replace(X, logprobs=logprobs, columns=columns))
+        out = KTOLoss()(replace(X, logprobs=logprobs, columns=columns))
         out.value.sum().backward()
         assert (logprobs.grad < 0).all() if kind else (logprobs.grad > 0).all()
         absent = "rejected" if kind else "chosen"
@@ -57,27 +56,27 @@ class TestKTO:
         logprobs = X.logprobs.clone().requires_grad_()
         columns = dict(X.columns) | {"reference_point": point}
         assert torch.autograd.gradcheck(
-            lambda p: kto(replace(X, logprobs=p, columns=columns), desirable_weight=1.3).value, (logprobs,)
+            lambda p: KTOLoss(desirable_weight=1.3)(replace(X, logprobs=p, columns=columns)).value, (logprobs,)
         )
 
     @pytest.mark.parametrize("gap", [-5000.0, 5000.0])
     def test_extreme_log_ratios_stay_finite(self, gap):
         logprobs = T([gap, -gap], requires_grad=True)
         x = responses([[0.0], [0.0]], ref=[[0.0], [0.0]], preference=[1, 0], reference_point=[0.0, 0.0])
-        out = kto(replace(x, logprobs=logprobs))
+        out = KTOLoss()(replace(x, logprobs=logprobs))
         out.value.sum().backward()
         assert out.value.isfinite().all() and logprobs.grad.isfinite().all()
 
     def test_rankings_are_refused(self):
         with pytest.raises(ValueError, match="holds 2: this loss judges each response by itself"):
-            kto(replace(X, columns=dict(X.columns) | {"preference": T([0.0, 1.0, 2.0])}))
+            KTOLoss()(replace(X, columns=dict(X.columns) | {"preference": T([0.0, 1.0, 2.0])}))
 
     def test_missing_inputs_are_named(self):
         with pytest.raises(ValueError, match="column `reference_point`"):
-            kto(replace(X, columns={"preference": X.columns["preference"]}))
+            KTOLoss()(replace(X, columns={"preference": X.columns["preference"]}))
         with pytest.raises(ValueError, match="needs `ref`"):
-            kto(replace(X, ref=None))
+            KTOLoss()(replace(X, ref=None))
 
     def test_traits(self):
-        for loss in (kto, apo_zero_unpaired):
-            assert (value_unit(loss), required_inputs(loss, {})) == ("sequence", ("ref",))
+        for loss in (KTOLoss, APOZeroUnpairedLoss):
+            assert (loss.per, loss.needs) == ("sequence", ("ref",))

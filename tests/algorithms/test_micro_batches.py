@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from coalign.algorithms import losses
+from coalign.algorithms.objective import Objective
 from coalign.algorithms.segments import LossTotals
-from coalign.backends.base import Objective
+from coalign.backends.base import loss_input
 from coalign.data.batch import Batch
 from coalign.types import merge_stats
 from tests.algorithms.test_preference import WITH_REFERENCE
@@ -39,10 +41,12 @@ def test_cuts_between_groups_change_nothing(name):
     values = -torch.rand(trained, generator=generator, dtype=torch.float64)
 
     def run(parts):
-        objective, leaf, at, shares, stats = Objective(name, **LOSSES[name]), values.clone().requires_grad_(), 0, [], []
+        objective = Objective(getattr(losses, name)(**LOSSES[name]))
+        leaf, at, shares, stats = values.clone().requires_grad_(), 0, [], []
         for part in parts:
             size = len(part) if output == "scores" else part.tokens_total - len(part)
-            share, seen = objective(part, {output: leaf[at : at + size]}, LossTotals(total - 9, 9, 4))
+            x = loss_input(part, {output: leaf[at : at + size]})
+            share, seen = objective(x, LossTotals(total - 9, 9, 4))
             share.backward()
             at, shares, stats = at + size, [*shares, share.item()], [*stats, seen]
         return sum(shares), leaf.grad, {name: stat.value for name, stat in merge_stats(stats).items()}

@@ -1,34 +1,47 @@
 """The losses of a policy: what each is by hand, and what holds for all of them."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
 
 import pytest
 import torch
 
-from coalign.algorithms.losses import cispo, gmpo, gspo, kl_cov, policy_gradient, reinforce, sapo, topr
-from coalign.algorithms.losses.policy import Surrogate, _add_policy_terms, policy_loss
-from coalign.algorithms.segments import LossTotals, aggregation_weights, check_aggregation, required_inputs
+from coalign.algorithms.losses.policy import (
+    CISPOLoss,
+    GMPOLoss,
+    GSPOLoss,
+    KLCovLoss,
+    PolicyGradient,
+    PolicyLoss,
+    ReinforceLoss,
+    SAPOLoss,
+    Surrogate,
+    TOPRLoss,
+)
+from coalign.algorithms.objective import Objective
+from coalign.algorithms.segments import LossTotals, aggregation_weights
+from coalign.backends.base import build_objective
 from coalign.config.errors import ConfigError
-from coalign.config.functions import bind
-from coalign.types import LossInput, merge_stats
+from coalign.config.functions import bind, list_arguments
+from coalign.config.schema import LossConfig
+from coalign.types import LossInput, LossOutput, merge_stats
 
 T = torch.tensor
 EXACT = {"dtype": torch.float64}
 FIELDS = ("logprobs", "entropy", "old", "rollout", "ref", "advantages")
 OVER_SEQUENCES = ["sequence_mean_token_mean", "sequence_mean_token_sum", "constant"]
 FAMILY = {
-    "policy_gradient": policy_gradient,
-    "gspo": gspo,
-    "gspo-token": partial(gspo, form="token"),
-    "cispo": cispo,
-    "sapo": sapo,
-    "gmpo": gmpo,
-    "reinforce": reinforce,
-    "kl_cov": kl_cov,
-    "topr": topr,
+    "policy_gradient": PolicyGradient,
+    "gspo": GSPOLoss,
+    "gspo-token": partial(GSPOLoss, form="token"),
+    "cispo": CISPOLoss,
+    "sapo": SAPOLoss,
+    "gmpo": GMPOLoss,
+    "reinforce": ReinforceLoss,
+    "kl_cov": KLCovLoss,
+    "topr": TOPRLoss,
 }
 CLIPPED = ("policy_gradient", "gspo", "gspo-token", "cispo", "gmpo")
 OWN_WEIGHT = ("topr",)  # their ratio is to the sampler: `is_level` is refused
@@ -89,7 +102,7 @@ class TestGspo:
             old=[-1.0] * 5,
             advantages=[2, 2, 2, -1, -1],
         )
-        out = gspo(x, clip_low=0.1, clip_high=0.1)
+        out = GSPOLoss(clip_low=0.1, clip_high=0.1)(x)
         assert out.value.tolist() == pytest.approx([-2.2, -2.2, -2.2, 0.9, math.exp(0.2)])
         assert out.stats["clip_fraction"].value == pytest.approx(4 / 5)  # of tokens, as the paper counts
         assert out.stats["ratio_max"].value == pytest.approx(math.exp(0.2))
@@ -100,7 +113,7 @@ class TestGspo:
         x = drawn([4, 0, 1, 9, 3])
         settings = {"clip_low": clip, "clip_high": clip, "kl_coef": 0.1, "is_level": "sequence"}
         (a, da, _), (b, db, _) = (
-            aggregated(x, partial(gspo, form=form, **settings), aggregation) for form in ("sequence", "token")
+            aggregated(x, GSPOLoss(form=form, **settings), aggregation) for form in ("sequence", "token")
         )
         torch.testing.assert_close(a, b)
         torch.testing.assert_close(da, db)
@@ -110,7 +123,7 @@ class TestGspo:
         x = given([0, 0], logprobs=[-1.0, -2.0], old=[-1.0, -2.0], advantages=[3.0, -1.0])
         x.logprobs.requires_grad_()
         for form, expected in (("token", [-1.5, 0.5]), ("sequence", [-0.5, -0.5])):
-            _, gradient, _ = aggregated(x, partial(gspo, form=form), "sequence_mean_token_mean")
+            _, gradient, _ = aggregated(x, GSPOLoss(form=form), "sequence_mean_token_mean")
             assert gradient.tolist() == pytest.approx(expected)
 
     def test_long_sequences_do_not_lose_the_clip_range(self):
@@ -123,18 +136,18 @@ class TestGspo:
             old=torch.full((n,), -1.0 - 1e-4),
             advantages=torch.ones(n),
         )
-        assert gspo(x).stats["ratio"].value == pytest.approx(math.exp(1e-4), abs=1e-6)
+        assert GSPOLoss()(x).stats["ratio"].value == pytest.approx(math.exp(1e-4), abs=1e-6)
 
     def test_what_it_is_not_defined_for_is_refused(self):
         with pytest.raises(ValueError, match=r"loss\.is_level is 'token': `gspo` in the form `sequence` takes"):
-            gspo(drawn([2]), is_level="token")
-        gspo(drawn([2]), is_level="token", form="token")
+            GSPOLoss(is_level="token")
+        GSPOLoss(is_level="token", form="token")
         with pytest.raises(
             ValueError, match=r"`token_mean`, which `gspo` is not defined for; expected sequence_mean_t"
         ):
-            check_aggregation(gspo, "gspo", "token_mean")
+            Objective(GSPOLoss(), name="gspo")
         for aggregation in OVER_SEQUENCES:
-            check_aggregation(gspo, "gspo", aggregation)
+            Objective(GSPOLoss(), aggregation)
 
 
 class TestCispo:
@@ -147,7 +160,7 @@ class TestCispo:
             advantages=[1.0, 2.0, -3.0],
         )
         x.logprobs.requires_grad_()
-        out = cispo(x, clip_low=0.5, clip_high=4.0)
+        out = CISPOLoss(clip_low=0.5, clip_high=4.0)(x)
         assert out.value.tolist() == pytest.approx([2.0, 2.0, -7.5])
         assert out.stats["clip_fraction"].value == pytest.approx(2 / 3)
         out.value.sum().backward()
@@ -155,7 +168,7 @@ class TestCispo:
 
     def test_the_default_bounds_from_above_only(self):
         x = given([0, 0], logprobs=[-1.0, -1.0], old=[8.0, -9.0], advantages=[1.0, 1.0])
-        assert cispo(x).value.tolist() == pytest.approx([math.exp(-9), 5.0])
+        assert CISPOLoss()(x).value.tolist() == pytest.approx([math.exp(-9), 5.0])
 
 
 class TestSapo:
@@ -163,7 +176,7 @@ class TestSapo:
         # τ = 1 where A > 0, 2 elsewhere. ρ = 2: 4σ(1) · 3 = 8.772703; ρ = 1/2: 4/2 σ(-1) = 0.537883, times A = -1.
         x = given([0, 1], logprobs=[-1.0, -1.0], old=[-1 - math.log(2), -1 + math.log(2)], advantages=[3.0, -1.0])
         x.logprobs.requires_grad_()
-        out = sapo(x, tau_pos=1.0, tau_neg=2.0)
+        out = SAPOLoss(tau_pos=1.0, tau_neg=2.0)(x)
         assert out.value.tolist() == pytest.approx([-8.772703, 0.537883], abs=1e-6)
         # The gradient is -ρA times 4σ(1 - σ): 0.7864477 in both, for σ(1) σ(-1) = 0.196612.
         out.value.sum().backward()
@@ -174,7 +187,7 @@ class TestSapo:
         with pytest.raises(
             ValueError, match=r"loss\.tau_pos is 1\.0 and loss\.tau_neg is 0\.0: both temperatures must"
         ):
-            sapo(drawn([1]), tau_neg=0.0)
+            SAPOLoss(tau_neg=0.0)
 
 
 class TestGmpo:
@@ -184,7 +197,7 @@ class TestGmpo:
         old = [-1.0] * 5
         x = given([0, 0, 1, 1, 2], logprobs=[-0.7, -1.4, -0.7, -1.4, -3.0], old=old, advantages=[2, 2, -1, -1, 0])
         x.logprobs.requires_grad_()
-        out = gmpo(x, clip_low=0.2, clip_high=0.1)
+        out = GMPOLoss(clip_low=0.2, clip_high=0.1)(x)
         a, b = math.exp(-0.15), math.exp(0.05)
         assert out.value.tolist() == pytest.approx([-2 * a, -2 * a, b, b, 0.0])
         assert out.stats["clip_fraction"].value == pytest.approx(2 / 5)
@@ -194,9 +207,9 @@ class TestGmpo:
 
     def test_what_it_is_not_defined_for_is_refused(self):
         with pytest.raises(ValueError, match=r"loss\.is_level is 'token': in `gmpo` a response has one ratio"):
-            gmpo(drawn([2]), is_level="token")
+            GMPOLoss(is_level="token")
         with pytest.raises(ValueError, match="`token_mean`, which `gmpo` is not defined for"):
-            check_aggregation(gmpo, "gmpo", "token_mean")
+            Objective(GMPOLoss(), name="gmpo")
 
 
 class TestKLCov:
@@ -204,7 +217,7 @@ class TestKLCov:
         # Ratios 2 and 1/2; only the second token is marked: 0.5 · |log ½| is added, and nothing is clipped.
         x = given([0, 0], logprobs=[-1.0, -1.0], old=[-1 - math.log(2), -1 + math.log(2)], advantages=[3.0, -1.0])
         x.logprobs.requires_grad_()
-        out = kl_cov(x, cov_coef=0.5)
+        out = KLCovLoss(cov_coef=0.5)(x)
         assert out.value.tolist() == pytest.approx([-6.0, 0.5 + 0.5 * math.log(2)])
         out.value.sum().backward()
         assert x.logprobs.grad.tolist() == pytest.approx([-6.0, 0.5 - 0.5])
@@ -213,7 +226,7 @@ class TestKLCov:
 
     def test_without_marks_it_says_what_is_missing(self):
         with pytest.raises(ValueError, match="needs the column `high_covariance`, but the batch has only"):
-            kl_cov(replace(drawn([2]), columns={}))
+            KLCovLoss()(replace(drawn([2]), columns={}))
 
 
 class TestTopr:
@@ -227,27 +240,27 @@ class TestTopr:
             advantages=[0.5, 0.5, -0.5, -0.5, -2.0],
         )
         x.logprobs.requires_grad_()
-        out = topr(x)
+        out = TOPRLoss()(x)
         w = math.exp(-0.3)
         assert out.value.tolist() == pytest.approx([0.5, 1.0, -0.75 * w, -0.4 * w, -1.2])
         out.value.sum().backward()
         assert x.logprobs.grad.tolist() == pytest.approx([-0.5, -0.5, 0.5 * w, 0.5 * w, 2.0])  # -w A
         assert out.stats["taper"].value == pytest.approx((2 * w + 1) / 3)
-        assert topr(x, ratio_limit=0.1).value[2:].tolist() == pytest.approx([-0.075, -0.04, -0.12])
+        assert TOPRLoss(ratio_limit=0.1)(x).value[2:].tolist() == pytest.approx([-0.075, -0.04, -0.12])
 
     def test_a_mistake_that_is_unlearned_has_no_gradient_left(self):
         x = given([0], logprobs=[-50.0], old=[-1.0], rollout=[-1.0], advantages=[-1.0])
         x.logprobs.requires_grad_()
-        topr(x).value.sum().backward()
+        TOPRLoss()(x).value.sum().backward()
         assert 0 < x.logprobs.grad.item() < 1e-8
         on_policy = replace(x, rollout=x.logprobs.detach())
-        assert topr(on_policy).value.tolist() == reinforce(on_policy).value.tolist() == [-50.0]
+        assert TOPRLoss()(on_policy).value.tolist() == ReinforceLoss()(on_policy).value.tolist() == [-50.0]
 
     def test_bad_settings_are_named(self):
         with pytest.raises(ValueError, match=r"loss\.ratio_limit is 0\.0: it bounds the weight of a mistake"):
-            topr(drawn([1]), ratio_limit=0.0)
+            TOPRLoss(ratio_limit=0.0)
         with pytest.raises(ValueError, match=r"loss\.is_level is 'token': `topr` has the sampler in its own ratio"):
-            topr(drawn([1]), is_level="token")
+            TOPRLoss(is_level="token")
 
 
 @pytest.mark.parametrize("name", FAMILY)
@@ -255,7 +268,7 @@ class TestAll:
     def test_on_policy_they_are_reinforce(self, name):
         x = drawn([3, 0, 1, 6])
         x = replace(x, old=x.logprobs.detach(), rollout=x.logprobs.detach(), entropy=None, ref=None)
-        _, gradient, stats = aggregated(x, FAMILY[name], "sequence_mean_token_mean")
+        _, gradient, stats = aggregated(x, FAMILY[name](), "sequence_mean_token_mean")
         lengths = T([3.0] * 3 + [1.0] + [6.0] * 6, **EXACT)
         torch.testing.assert_close(gradient, -x.advantages / lengths / 3)
         assert stats["ratio"].value == 1.0
@@ -268,8 +281,7 @@ class TestAll:
             pytest.skip("refused")
         lengths = [4, 0, 1, 7, 2, 5]
         x = drawn(lengths)
-        loss = partial(
-            FAMILY[name],
+        loss = FAMILY[name](
             kl_coef=0.1,
             entropy_coef=0.01,
             drift_limit=0.1,
@@ -304,7 +316,7 @@ class TestAll:
         level = {"is_level": "sequence", "is_high": 9.0}
         penalties = {"kl_coef": 0.1, "entropy_coef": 0.01}
         plain, weighted, both, bare = (
-            FAMILY[name](x, **settings).value for settings in ({}, level, level | penalties, penalties)
+            FAMILY[name](**settings)(x).value for settings in ({}, level, level | penalties, penalties)
         )
         w = (x.old - x.rollout).exp()
         w = torch.cat([w[:2].prod().pow(1 / 2).expand(2), w[2:].prod().pow(1 / 3).expand(3)])
@@ -317,7 +329,7 @@ class TestAll:
             pytest.skip("refused")
         x = drawn([2, 1])
         x = replace(x, old=x.logprobs.detach(), entropy=None, ref=None)
-        loss = partial(FAMILY[name], is_level="product", is_high=1e9)
+        loss = FAMILY[name](is_level="product", is_high=1e9)
         _, gradient, stats = aggregated(x, loss, "sequence_mean_token_sum")
         w = (x.logprobs.detach() - x.rollout).exp()
         w = T([w[:2].prod(), w[:2].prod(), w[2]], **EXACT)
@@ -334,11 +346,11 @@ class TestAll:
             advantages=[-1.0, -1.0, -1.0, 1.0],
             ref=[-1.5] * 4,
         )
-        plain, limited = (FAMILY[name](x, **settings) for settings in ({}, {"drift_limit": 0.2}))
+        plain, limited = (FAMILY[name](**settings)(x) for settings in ({}, {"drift_limit": 0.2}))
         assert limited.value.tolist() == [0.0, 0.0, *plain.value.tolist()[2:]] and plain.value.all()
         assert limited.stats["drift_fraction"].value == 0.5
         # What leaves is the surrogate, not the pull towards the reference.
-        pulled, free = (FAMILY[name](x, kl_coef=1.0, **settings).value for settings in ({"drift_limit": 0.2}, {}))
+        pulled, free = (FAMILY[name](kl_coef=1.0, **settings)(x).value for settings in ({"drift_limit": 0.2}, {}))
         torch.testing.assert_close(pulled - limited.value, free - plain.value)
 
     def test_extremes_stay_finite(self, name):
@@ -353,7 +365,7 @@ class TestAll:
             columns=marked(4),
         )
         for level in ("none",) if name in OWN_WEIGHT else ("none", "sequence", "product"):
-            out = FAMILY[name](x, kl_coef=0.1, kl_corrected=True, is_level=level, drift_limit=0.1)
+            out = FAMILY[name](kl_coef=0.1, kl_corrected=True, is_level=level, drift_limit=0.1)(x)
             (gradient,) = torch.autograd.grad(out.value.sum(), x.logprobs)
             assert out.value.isfinite().all() and gradient.isfinite().all()
             assert all(math.isfinite(s.value) for s in out.stats.values())
@@ -361,31 +373,31 @@ class TestAll:
     def test_no_tokens(self, name):
         x = given([], 2, **{field: [] for field in FIELDS})
         level = "none" if name in OWN_WEIGHT else "sequence"
-        assert FAMILY[name](x, is_level=level, kl_coef=0.1).value.shape == (0,)
+        assert FAMILY[name](is_level=level, kl_coef=0.1)(x).value.shape == (0,)
 
     def test_missing_columns_are_named(self, name):
         x = given([0], logprobs=[0.0], old=[0.0], advantages=[0.0])
         with pytest.raises(ValueError, match=r"needs `rollout`|`topr` has the sampler in its own ratio; leave it out"):
-            FAMILY[name](x, is_level="sequence")
+            FAMILY[name](is_level="sequence")(x)
         with pytest.raises(ValueError, match=r"needs `entropy` because loss\.entropy_coef is set"):
-            FAMILY[name](replace(x, rollout=x.old), entropy_coef=0.1)
+            FAMILY[name](entropy_coef=0.1)(replace(x, rollout=x.old))
 
     def test_clip_ranges_lie_around_one(self, name):
         if name not in CLIPPED:
             return
         with pytest.raises(ValueError, match=r"loss\.clip_low is -0\.1 .* neither may be below 0"):
-            FAMILY[name](drawn([1]), clip_low=-0.1)
+            FAMILY[name](clip_low=-0.1)
 
 
-@pytest.mark.parametrize("loss", [policy_gradient, gspo, cispo, sapo, gmpo, kl_cov, reinforce, topr])
+@pytest.mark.parametrize("loss", FAMILY.values(), ids=FAMILY)
 def test_they_ask_for_what_they_read(loss):
-    assert required_inputs(loss, {}) == ()
-    assert required_inputs(loss, {"measure_entropy": True, "kl_coef": 0.1}) == ("entropy", "ref")
-    assert required_inputs(loss, {"entropy_coef": 0.1}) == ("entropy",)
+    assert loss().needs == ()
+    assert loss(measure_entropy=True, kl_coef=0.1).needs == ("entropy", "ref")
+    assert loss(entropy_coef=0.1).needs == ("entropy",)
 
 
 @pytest.mark.parametrize(
-    "loss", [policy_gradient, gspo, sapo, gmpo, kl_cov, reinforce]
+    "loss", [PolicyGradient, GSPOLoss, SAPOLoss, GMPOLoss, KLCovLoss, ReinforceLoss]
 )  # the others stop a part of the gradient: see closed forms
 def test_gradient_against_finite_differences(loss):
     x = drawn([3, 0, 2], seed=5, noise=0.02)
@@ -394,12 +406,12 @@ def test_gradient_against_finite_differences(loss):
     def run(logprobs, entropy):
         part = LossInput(segment=x.segment, sequences=3, logprobs=logprobs, entropy=entropy, columns=x.columns, **fixed)
         clip = {"clip_high": 0.01} if "clip_high" in signature(loss).parameters else {}
-        return loss(part, kl_coef=0.1, entropy_coef=0.01, is_level="sequence", **clip).value
+        return loss(kl_coef=0.1, entropy_coef=0.01, is_level="sequence", **clip)(part).value
 
     assert torch.autograd.gradcheck(run, (x.logprobs, x.entropy))
 
 
-@pytest.mark.parametrize("loss", [policy_gradient, cispo])
+@pytest.mark.parametrize("loss", [PolicyGradient, CISPOLoss])
 @pytest.mark.parametrize("anchor", [[0.3, -1.0, 0.5], [1.0, 0.0, -0.4]])  # on policy, off policy
 def test_the_corrected_divergence_has_the_gradient_of_the_divergence(loss, anchor):
     """A softmax over three tokens, enumerated: Σ π_old ∇(ρ k3) against ∇KL(π ‖ π_ref); k3 alone has another."""
@@ -410,7 +422,7 @@ def test_the_corrected_divergence_has_the_gradient_of_the_divergence(loss, ancho
 
     def expected(**settings):
         x = LossInput(segment=T([0, 1, 2]), sequences=3, logprobs=policy, old=old, ref=ref, advantages=torch.zeros(3))
-        value = (old.exp() * loss(x, kl_coef=1.0, **settings).value).sum()
+        value = (old.exp() * loss(kl_coef=1.0, **settings)(x).value).sum()
         return torch.autograd.grad(value, logits, retain_graph=True)[0]
 
     torch.testing.assert_close(expected(kl_corrected=True), exact)
@@ -420,25 +432,53 @@ def test_the_corrected_divergence_has_the_gradient_of_the_divergence(loss, ancho
 # ---- what a loss of one's own gets
 
 
-@policy_loss
-def plain(x: LossInput, *, scale: float = 2.0) -> Surrogate:
+@dataclass(frozen=True, kw_only=True)
+class Plain(PolicyLoss):
     """REINFORCE, with a factor."""
-    return -scale * x.advantages * x.logprobs, torch.ones_like(x.logprobs), {}
+
+    scale: float = 2.0
+
+    def surrogate(self, x, logprobs, old, advantages) -> Surrogate:
+        return -self.scale * advantages * logprobs, torch.ones_like(logprobs), {}
 
 
 def test_a_surrogate_of_ones_own_has_all_settings_of_the_family():
-    shared = {
-        name: p.default for name, p in signature(_add_policy_terms).parameters.items() if p.kind is p.KEYWORD_ONLY
-    }
-    for loss in (plain, policy_gradient, gspo, cispo):
+    shared = {name: p.default for name, p in list_arguments(PolicyLoss).items()}
+    for loss in (Plain, PolicyGradient, GSPOLoss, CISPOLoss):
         assert shared.items() <= bind(loss, {}, "loss").items()
-    assert bind(plain, {"kl_coef": 1}, "loss") == {"scale": 2.0, **shared, "kl_coef": 1.0}
-    assert required_inputs(plain, {"entropy_coef": 0.1, "kl_coef": 0.2}) == ("entropy", "ref")
-    assert plain.__name__ == "plain" and plain.__doc__ == "REINFORCE, with a factor."
+    assert bind(Plain, {"kl_coef": 1}, "loss") == {"scale": 2.0, **shared, "kl_coef": 1.0}
+    assert list(list_arguments(Plain)) == ["scale", *shared]
+    assert Plain(entropy_coef=0.1, kl_coef=0.2).needs == ("entropy", "ref")
     with pytest.raises(ConfigError, match=r"loss\.is_mode: is 'trunc'; expected"):
-        bind(plain, {"is_mode": "trunc"}, "loss")
-    with pytest.raises(ConfigError, match=r"loss\.kl_ceof: unknown argument of plain; did you mean 'kl_coef'"):
-        bind(plain, {"kl_ceof": 1.0}, "loss")
+        bind(Plain, {"is_mode": "trunc"}, "loss")
+    with pytest.raises(ConfigError, match=r"loss\.kl_ceof: unknown argument of Plain; did you mean 'kl_coef'"):
+        bind(Plain, {"kl_ceof": 1.0}, "loss")
+    with pytest.raises(ValueError, match=r"loss\.is_low is 1\.5 and loss\.is_high is 2\.0: the weight on policy, 1"):
+        Plain(is_level="token", is_low=1.5)
+    objective = build_objective(LossConfig(fn=f"{__name__}:Plain", scale=3, kl_coef=0.1))
+    assert objective.loss == Plain(scale=3.0, kl_coef=0.1) and objective.needs == ("ref",)
     x = drawn((2, 1))
-    out = plain(x, scale=3.0, entropy_coef=0.5).value
+    out = Plain(scale=3.0, entropy_coef=0.5)(x).value
     assert torch.allclose(out, -3.0 * x.advantages * x.logprobs - 0.5 * x.entropy)
+
+
+def squared(x: LossInput, *, scale: float = 1.0, power: int) -> LossOutput:
+    return LossOutput(scale * x.logprobs**power)
+
+
+squared.aggregations = ("token_mean",)
+squared.needs = lambda *, scale, power: ("entropy",) * power if scale > 1 else ()
+
+
+def test_a_function_of_ones_own_is_a_loss():
+    settings = {"fn": f"{__name__}:squared", "power": 2}
+    objective = build_objective(LossConfig(**settings))
+    assert (objective.per, objective.needs, objective.loss.settings) == ("token", (), {"scale": 1.0, "power": 2})
+    assert objective.loss(drawn((2, 1))).value.tolist() == (drawn((2, 1)).logprobs ** 2).tolist()
+    assert build_objective(LossConfig(**settings, scale=3.0)).needs == ("entropy", "entropy")
+    with pytest.raises(ConfigError, match=r"models\.value\.loss\.power: missing: squared needs it"):
+        build_objective(LossConfig(fn=settings["fn"]), "models.value.loss")
+    with pytest.raises(
+        ValueError, match=r"loss\.aggregation is `sequence_mean_token_sum`, which `.*:squared` is not defined"
+    ):
+        build_objective(LossConfig(**settings, aggregation="sequence_mean_token_sum"))

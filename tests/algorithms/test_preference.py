@@ -6,9 +6,19 @@ import torch
 import torch.nn.functional as F
 
 from coalign.algorithms import losses
-from coalign.algorithms.losses import aot, aot_unpaired, cpo, dpo, exo_pair, ipo, orpo, simpo
-from coalign.algorithms.segments import LossTotals, required_inputs, value_unit
-from coalign.backends.base import Objective
+from coalign.algorithms.losses.preference import (
+    AOTLoss,
+    AOTUnpairedLoss,
+    CPOLoss,
+    DPOLoss,
+    EXOPairLoss,
+    IPOLoss,
+    ORPOLoss,
+    SimPOLoss,
+)
+from coalign.algorithms.objective import Objective
+from coalign.algorithms.segments import LossTotals
+from coalign.backends.base import loss_input
 from coalign.data.batch import Batch
 from tests.algorithms.responses import responses
 
@@ -101,13 +111,13 @@ class TestValuesWorkedByHand:
         ],
     )
     def test_one_pair(self, name, arguments, expected):
-        out = getattr(losses, name)(PAIR, **{"beta": 0.5} | arguments)
+        out = getattr(losses, name)(**{"beta": 0.5} | arguments)(PAIR)
         assert out.value.tolist() == pytest.approx([expected])
 
     def test_orpo(self):
         # Mean log-probs log 0.5 and log 0.2: odds 1 and 0.25.
         x = responses([[math.log(0.5)] * 2, [math.log(0.2)]], preference=[1, 0])
-        out = orpo(x, beta=0.5)
+        out = ORPOLoss(beta=0.5)(x)
         assert out.value.item() == pytest.approx(math.log(2) - 0.5 * log_sigmoid(math.log(4)))
         assert out.stats["log_odds"].value == pytest.approx(math.log(4))
         assert out.stats["nll"].value == pytest.approx(math.log(2))
@@ -116,20 +126,20 @@ class TestValuesWorkedByHand:
         x = responses([[math.log(0.5)], [math.log(0.25)]], preference=[1, 0])
         # (1 - p^-0.5) / 0.5 at 0.5 and 0.25: 2(1 - √2) and 2(1 - 2)
         expected = -log_sigmoid(2 * (4 - 2 * math.sqrt(2)) - 0.1)
-        assert simpo(x, alpha=0.5, gamma=0.1).value.item() == pytest.approx(expected)
+        assert SimPOLoss(alpha=0.5, gamma=0.1)(x).value.item() == pytest.approx(expected)
 
     def test_weights_of_the_policys_own_likelihood(self):
         # log Σ π² of -1 everywhere: mean log π + 1 is -0.5 for both responses.
         x = replace(PAIR, collision=torch.full((5,), -1.0))
         logprobs = PAIR.logprobs.clone().requires_grad_()
-        value = dpo(replace(x, logprobs=logprobs), beta=0.5, weighted=True, nll_coef=0.1).value
+        value = DPOLoss(beta=0.5, weighted=True, nll_coef=0.1)(replace(x, logprobs=logprobs)).value
         assert value.item() == pytest.approx(-log_sigmoid(Z) * math.exp(-1) + 0.1 * NLL)
         value.backward()  # the weights are not learned from: β (σ(z) - 1) e^-1 per token of the winner
         expected = -0.5 * math.exp(log_sigmoid(-Z) - 1) - 0.1 / 2
         assert logprobs.grad[0].item() == pytest.approx(expected)
 
     def test_statistics(self):
-        stats = dpo(PAIR, beta=0.5, nll_coef=0.1).stats
+        stats = DPOLoss(beta=0.5, nll_coef=0.1)(PAIR).stats
         assert {name: stat.value for name, stat in stats.items()} == pytest.approx(
             {
                 "rewards/chosen": 1.0,
@@ -142,13 +152,13 @@ class TestValuesWorkedByHand:
             }
         )
         equal = responses(LOGPROBS, ref=LOGPROBS, preference=[1, 0])
-        assert dpo(equal).stats["accuracy"].value == 0.5
-        assert dpo(replace(PAIR, columns={"preference": T([0.0, 1.0])})).stats["accuracy"].value == 0.0
+        assert DPOLoss()(equal).stats["accuracy"].value == 0.5
+        assert DPOLoss()(replace(PAIR, columns={"preference": T([0.0, 1.0])})).stats["accuracy"].value == 0.0
 
     def test_alpha_divergence_ends(self):
         for alpha, name in ((0.0, "forward_kl"), (1.0, "reverse_kl")):
-            got = dpo(PAIR, divergence="alpha", alpha=alpha).value
-            assert got.item() == pytest.approx(dpo(PAIR, divergence=name).value.item(), rel=1e-12)
+            got = DPOLoss(divergence="alpha", alpha=alpha)(PAIR).value
+            assert got.item() == pytest.approx(DPOLoss(divergence=name)(PAIR).value.item(), rel=1e-12)
 
 
 class TestRankings:
@@ -157,7 +167,7 @@ class TestRankings:
     def test_mean_over_all_pairs(self):
         # r = 0, -1, -3: z = 1, 3, 2 at β = 1
         expected = -sum(log_sigmoid(z) for z in (1, 3, 2)) / 3
-        out = dpo(self.X, beta=1.0)
+        out = DPOLoss(beta=1.0)(self.X)
         assert out.value.tolist() == pytest.approx([expected])
         assert out.stats["accuracy"].count == 3
 
@@ -166,7 +176,7 @@ class TestRankings:
         rows = [[1.0, 2.0, 4.0], [0.5], [0.25, 0.25]]
         x = responses(rows, ref=[[0.0] * len(r) for r in rows], group=[0, 0, 0], preference=[3, 2, 1])
         z = [(1 + 0.1 * 6) - 0.5, (3 + 0.1 * 4) - 0.5, 0.5 - (0.25 + 0.1 * 0.25)]
-        assert dpo(x, beta=1.0, ld_alpha=0.1).value.item() == pytest.approx(-sum(map(log_sigmoid, z)) / 3)
+        assert DPOLoss(beta=1.0, ld_alpha=0.1)(x).value.item() == pytest.approx(-sum(map(log_sigmoid, z)) / 3)
 
     @pytest.mark.parametrize("name", WITH_REFERENCE + WITHOUT_REFERENCE)
     def test_a_group_without_pairs_is_0_and_has_no_gradient(self, name):
@@ -176,7 +186,7 @@ class TestRankings:
             logprobs=logprobs,
             ref=T([-1.5, -1.5, -2.0, -2.0]),
         )
-        value = getattr(losses, name)(x).value
+        value = getattr(losses, name)()(x).value
         value.sum().backward()
         assert value[0] == 0 and value[1] != 0
         assert logprobs.grad[:2].tolist() == [0.0, 0.0] and logprobs.grad[2:].abs().min() > 0
@@ -185,7 +195,7 @@ class TestRankings:
     def test_no_pairs_at_all(self, name):
         logprobs = T([-1.0, -2.0], requires_grad=True)
         x = replace(responses([[0.0]] * 2, preference=[0, 0]), logprobs=logprobs, ref=T([-1.5, -1.5]))
-        value = getattr(losses, name)(x).value
+        value = getattr(losses, name)()(x).value
         value.sum().backward()
         assert value.tolist() == [0.0] and logprobs.grad.tolist() == [0.0, 0.0]
 
@@ -200,13 +210,13 @@ class TestTransport:
 
     def test_sorted_across_the_batch(self):
         # Policy differences -2, 3; reference differences 1, -2, sorted -2, 1: 0 and 2.
-        assert aot(self.X, beta=1.0).value.item() == pytest.approx(-(log_sigmoid(0) + log_sigmoid(2)) / 2)
+        assert AOTLoss(beta=1.0)(self.X).value.item() == pytest.approx(-(log_sigmoid(0) + log_sigmoid(2)) / 2)
         # r_w: -2, 2; r_l: 1, -3, sorted -3, 1: 1 and 1.
-        assert aot_unpaired(self.X, beta=1.0).value.item() == pytest.approx(-log_sigmoid(1))
+        assert AOTUnpairedLoss(beta=1.0)(self.X).value.item() == pytest.approx(-log_sigmoid(1))
 
     def test_label_smoothing(self):
         expected = -0.8 * log_sigmoid(1) - 0.2 * log_sigmoid(-1)
-        assert aot_unpaired(self.X, beta=1.0, label_smoothing=0.2).value.item() == pytest.approx(expected)
+        assert AOTUnpairedLoss(beta=1.0, label_smoothing=0.2)(self.X).value.item() == pytest.approx(expected)
 
 
 class TestGradients:
@@ -221,12 +231,13 @@ class TestGradients:
     @pytest.mark.parametrize("name", [*WITH_REFERENCE, *WITHOUT_REFERENCE, *BATCH])
     def test_gradcheck(self, name):
         logprobs = self.X.logprobs.clone().requires_grad_()
-        assert torch.autograd.gradcheck(lambda p: getattr(losses, name)(replace(self.X, logprobs=p)).value, (logprobs,))
+        loss = getattr(losses, name)()
+        assert torch.autograd.gradcheck(lambda p: loss(replace(self.X, logprobs=p)).value, (logprobs,))
 
     @pytest.mark.parametrize("arguments", DPO_FORMS, ids=str)
     def test_gradcheck_of_dpo_forms(self, arguments):
         logprobs = self.X.logprobs.clone().requires_grad_()
-        assert torch.autograd.gradcheck(lambda p: dpo(replace(self.X, logprobs=p), **arguments).value, (logprobs,))
+        assert torch.autograd.gradcheck(lambda p: DPOLoss(**arguments)(replace(self.X, logprobs=p)).value, (logprobs,))
 
     @pytest.mark.parametrize("gap", [-5000.0, 5000.0])
     @pytest.mark.parametrize(
@@ -241,7 +252,7 @@ class TestGradients:
             logprobs=logprobs,
             ref=T([min(-gap, 0.0), min(gap, 0.0)]),
         )
-        out = getattr(losses, name)(x, **arguments)
+        out = getattr(losses, name)(**arguments)(x)
         out.value.sum().backward()
         assert out.value.isfinite().all() and logprobs.grad.isfinite().all()
         assert all(math.isfinite(stat.value) for stat in out.stats.values())
@@ -249,7 +260,7 @@ class TestGradients:
     def test_an_empty_response(self):
         x = responses([[-1.0], []], ref=[[-1.0], []], preference=[1, 0])
         for name in (*WITH_REFERENCE, *WITHOUT_REFERENCE):
-            assert getattr(losses, name)(x).value.isfinite().all(), name
+            assert getattr(losses, name)()(x).value.isfinite().all(), name
 
 
 class TestMicroBatches:
@@ -261,7 +272,8 @@ class TestMicroBatches:
             {"group": T([0, 0, 1, 1]), "preference": T([1.0, 0.0, 0.0, 1.0])},
         )
         logprobs = T([-1.0, -2.0, -3.0, -0.5])
-        share, _ = Objective(name, beta=1.0)(batch, {"logprobs": logprobs}, LossTotals(4, 4, 2))
+        objective = Objective(getattr(losses, name)(beta=1.0))
+        share, _ = objective(loss_input(batch, {"logprobs": logprobs}), LossTotals(4, 4, 2))
         # Log-ratios: winners -1, -0.5; losers -2, -3. `aot`: 1 and 2.5 against 0; unpaired: -1, -0.5 against -3, -2.
         z = (1, 2.5) if name == "aot" else (2, 1.5)
         assert share.item() == pytest.approx(-sum(map(log_sigmoid, z)) / 2)
@@ -269,38 +281,34 @@ class TestMicroBatches:
 
 class TestWhatTheyAskFor:
     def test_traits(self):
-        for name in WITH_REFERENCE:
-            loss = getattr(losses, name)
-            assert (value_unit(loss), required_inputs(loss, {})) == ("group", ("ref",))
-        assert required_inputs(dpo, {"weighted": True}) == ("ref", "collision")
-        for name in BATCH:
-            assert (value_unit(getattr(losses, name)), required_inputs(getattr(losses, name), {})) == (
-                "batch",
-                ("ref",),
-            )
-        for name in WITHOUT_REFERENCE:
-            assert (value_unit(getattr(losses, name)), required_inputs(getattr(losses, name), {})) == ("group", ())
+        assert DPOLoss(weighted=True).needs == ("ref", "collision")
+        for names, traits in (
+            (WITH_REFERENCE, ("group", ("ref",))),
+            (BATCH, ("batch", ("ref",))),
+            (WITHOUT_REFERENCE, ("group", ())),
+        ):
+            assert {(loss.per, loss.needs) for name in names if (loss := getattr(losses, name)())} == {traits}
 
     def test_missing_inputs_are_named(self):
         with pytest.raises(ValueError, match="needs `ref`"):
-            dpo(replace(PAIR, ref=None))
+            DPOLoss()(replace(PAIR, ref=None))
         with pytest.raises(ValueError, match=r"needs the column `preference`.* only \['margin'\]"):
-            ipo(replace(PAIR, columns={"margin": T([1.0, 0.0])}))
+            IPOLoss()(replace(PAIR, columns={"margin": T([1.0, 0.0])}))
         with pytest.raises(ValueError, match=r"column `margin` because loss\.margin_coef is set"):
-            dpo(replace(PAIR, columns={"preference": T([1.0, 0.0])}), margin_coef=1.0)
+            DPOLoss(margin_coef=1.0)(replace(PAIR, columns={"preference": T([1.0, 0.0])}))
 
     def test_weights_need_the_distribution(self):
         with pytest.raises(ValueError, match=r"needs `collision` because loss\.weighted is set"):
-            dpo(PAIR, weighted=True)
+            DPOLoss(weighted=True)(PAIR)
 
-    @pytest.mark.parametrize("loss", [dpo, cpo, simpo, aot, aot_unpaired])
+    @pytest.mark.parametrize("loss", [DPOLoss, CPOLoss, SimPOLoss, AOTLoss, AOTUnpairedLoss])
     def test_label_smoothing_is_below_one_half(self, loss):
         with pytest.raises(ValueError, match=r"label_smoothing is 0\.5"):
-            loss(PAIR, label_smoothing=0.5)
+            loss(label_smoothing=0.5)
 
     def test_exo_needs_doubt(self):
         with pytest.raises(ValueError, match="label_smoothing is 0"):
-            exo_pair(PAIR, label_smoothing=0.0)
+            EXOPairLoss(label_smoothing=0.0)
 
 
 def test_float32_sums_do_not_lose_small_ratios():
@@ -310,5 +318,5 @@ def test_float32_sums_do_not_lose_small_ratios():
     ref = logprobs - torch.cat([torch.full((size,), 1e-5), torch.zeros(size)])
     x = replace(responses([[0.0] * size] * 2, preference=[1, 0]), logprobs=logprobs, ref=ref)
     exact = 0.1 * (logprobs.double() - ref.double())[:size].sum().item()
-    assert dpo(x).stats["margin"].value == pytest.approx(exact, rel=1e-9)
-    assert F.softplus(T(-exact)).item() == pytest.approx(dpo(x).value.item(), rel=1e-6)
+    assert DPOLoss()(x).stats["margin"].value == pytest.approx(exact, rel=1e-9)
+    assert F.softplus(T(-exact)).item() == pytest.approx(DPOLoss()(x).value.item(), rel=1e-6)

@@ -4,8 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from coalign.algorithms.losses import bradley_terry
-from coalign.algorithms.segments import required_inputs, value_unit
+from coalign.algorithms.losses.supervised import BradleyTerryLoss
 from tests.algorithms.responses import responses
 
 T = torch.tensor
@@ -22,7 +21,7 @@ def log_sigmoid(z):
 
 class TestBradleyTerry:
     def test_worked_by_hand(self):
-        out = bradley_terry(scored([1.0, 0.5, -1.0, 2.0], preference=[1, 0, 0, 1]))
+        out = BradleyTerryLoss()(scored([1.0, 0.5, -1.0, 2.0], preference=[1, 0, 0, 1]))
         assert out.value.tolist() == pytest.approx([-log_sigmoid(0.5), -log_sigmoid(3.0)])
         assert {name: stat.value for name, stat in out.stats.items()} == pytest.approx(
             {
@@ -36,45 +35,46 @@ class TestBradleyTerry:
         )
 
     def test_margin(self):
-        out = bradley_terry(scored([1.0, 0.5], preference=[1, 0], margin=[2.0, 0.0]))
+        out = BradleyTerryLoss()(scored([1.0, 0.5], preference=[1, 0], margin=[2.0, 0.0]))
         assert out.value.item() == pytest.approx(-log_sigmoid(-1.5))
         assert out.stats["margin"].value == 0.5  # what the model says, not what the data set does
 
     def test_centring(self):
-        out = bradley_terry(scored([1.0, 0.5], preference=[1, 0]), centre_coef=0.01)
+        out = BradleyTerryLoss(centre_coef=0.01)(scored([1.0, 0.5], preference=[1, 0]))
         assert out.value.item() == pytest.approx(-log_sigmoid(0.5) + 0.01 * 2.25)
 
     def test_rankings_are_the_mean_over_all_pairs(self):
         x = scored([0.0, 1.0, 3.0, 1.0], group=[0] * 4, preference=[0, 1, 2, 1], margin=[0, 0.5, 1, 0.5])
         z = [1 - 0.5, 3 - 1, 1 - 0.5, 3 - 1 - 0.5, 3 - 1 - 0.5]  # the two with equal preference are not compared
-        assert bradley_terry(x).value.item() == pytest.approx(-sum(map(log_sigmoid, z)) / 5)
+        assert BradleyTerryLoss()(x).value.item() == pytest.approx(-sum(map(log_sigmoid, z)) / 5)
 
     def test_group_without_pairs(self):
         x = scored([1.0, 2.0, 0.0, 1.0], preference=[1, 1, 1, 0])
         scores = x.scores.clone().requires_grad_()
-        value = bradley_terry(replace(x, scores=scores), centre_coef=0.1).value
+        value = BradleyTerryLoss(centre_coef=0.1)(replace(x, scores=scores)).value
         value.sum().backward()
         assert value[0] == 0 and scores.grad[:2].tolist() == [0.0, 0.0] and scores.grad[2] < 0
 
     def test_ties_count_half(self):
-        out = bradley_terry(scored([1.0, 1.0, 0.0, 1.0], preference=[1, 0, 1, 0]))
+        out = BradleyTerryLoss()(scored([1.0, 1.0, 0.0, 1.0], preference=[1, 0, 1, 0]))
         assert out.stats["accuracy"].value == 0.25
 
     @pytest.mark.parametrize("gap", [-1e6, 1e6])
     def test_extreme_scores_stay_finite(self, gap):
         scores = T([gap, -gap], requires_grad=True)
-        out = bradley_terry(replace(scored([0.0, 0.0], preference=[1, 0]), scores=scores))
+        out = BradleyTerryLoss()(replace(scored([0.0, 0.0], preference=[1, 0]), scores=scores))
         out.value.sum().backward()
         assert out.value.isfinite().all() and scores.grad.tolist() == ([-1.0, 1.0] if gap < 0 else [0.0, 0.0])
 
     def test_gradcheck(self):
         x = scored([0.3, -0.2, 1.0, 0.1], group=[0, 0, 0, 1], preference=[1, 0, 2, 0], margin=[0.5, 0, 1, 0])
         scores = x.scores.clone().requires_grad_()
-        assert torch.autograd.gradcheck(lambda s: bradley_terry(replace(x, scores=s), centre_coef=0.1).value, (scores,))
+        loss = BradleyTerryLoss(centre_coef=0.1)
+        assert torch.autograd.gradcheck(lambda s: loss(replace(x, scores=s)).value, (scores,))
 
     def test_traits_and_missing_inputs(self):
-        assert value_unit(bradley_terry) == "group" and required_inputs(bradley_terry, {}) == ()
+        assert BradleyTerryLoss.per == "group" and BradleyTerryLoss.needs == ()
         with pytest.raises(ValueError, match="needs `scores`"):
-            bradley_terry(responses([[0.0], [0.0]], preference=[1, 0]))
+            BradleyTerryLoss()(responses([[0.0], [0.0]], preference=[1, 0]))
         with pytest.raises(ValueError, match="column `preference`"):
-            bradley_terry(scored([1.0, 2.0]))
+            BradleyTerryLoss()(scored([1.0, 2.0]))

@@ -4,8 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from coalign.algorithms.losses import process_reward
-from coalign.algorithms.segments import required_inputs, value_unit
+from coalign.algorithms.losses.supervised import ProcessRewardLoss
 from coalign.types import LossInput
 
 T = torch.tensor
@@ -26,7 +25,7 @@ class TestProcessReward:
     X = judged([[math.log(0.3), math.log(0.1)], [math.log(0.1), math.log(0.3)], [-7.0, -7.0]], [1, 1, 0])
 
     def test_hard_labels(self):
-        out = process_reward(self.X)
+        out = ProcessRewardLoss()(self.X)
         assert out.value.tolist() == pytest.approx([-math.log(0.75), -math.log(0.25), math.log(2)])
         assert out.stats["accuracy"].value == pytest.approx(1.5 / 3)
         assert out.stats["positive"].value == pytest.approx(0.5)
@@ -35,30 +34,32 @@ class TestProcessReward:
     def test_soft_labels(self):
         x = replace(self.X, columns={"label": T([0.75, 0.25, 0.5], dtype=torch.float64)})
         entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
-        out = process_reward(x)
+        out = ProcessRewardLoss()(x)
         assert out.value.tolist() == pytest.approx([entropy, entropy, math.log(2)])
         logprobs = self.X.candidate_logprobs.clone().requires_grad_()
-        process_reward(replace(x, candidate_logprobs=logprobs)).value.sum().backward()
+        ProcessRewardLoss()(replace(x, candidate_logprobs=logprobs)).value.sum().backward()
         assert logprobs.grad.abs().max() < 1e-12  # the model says what the labels say
 
     def test_gradcheck(self):
         logprobs = self.X.candidate_logprobs.clone().requires_grad_()
         x = replace(self.X, columns={"label": T([0.2, 1.0, 0.0])})
-        assert torch.autograd.gradcheck(lambda p: process_reward(replace(x, candidate_logprobs=p)).value, (logprobs,))
+        assert torch.autograd.gradcheck(
+            lambda p: ProcessRewardLoss()(replace(x, candidate_logprobs=p)).value, (logprobs,)
+        )
 
     def test_extreme_log_probs_stay_finite(self):
         logprobs = T([[0.0, -5000.0], [-5000.0, 0.0]], requires_grad=True)
-        out = process_reward(replace(judged([[0, 0]] * 2, [0, 0]), candidate_logprobs=logprobs))
+        out = ProcessRewardLoss()(replace(judged([[0, 0]] * 2, [0, 0]), candidate_logprobs=logprobs))
         out.value.sum().backward()
         assert out.value.tolist() == [5000.0, 0.0] and logprobs.grad.isfinite().all()
 
     def test_bad_input(self):
         with pytest.raises(ValueError, match=r"compares 2 candidates.* has 3"):
-            process_reward(judged([[-1.0, -1.0, -1.0]], [1]))
+            ProcessRewardLoss()(judged([[-1.0, -1.0, -1.0]], [1]))
         with pytest.raises(ValueError, match="column `label` holds -1"):
-            process_reward(judged([[-1.0, -1.0]], [-1]))
+            ProcessRewardLoss()(judged([[-1.0, -1.0]], [-1]))
         with pytest.raises(ValueError, match="column `label`"):
-            process_reward(replace(self.X, columns={}))
+            ProcessRewardLoss()(replace(self.X, columns={}))
 
     def test_traits(self):
-        assert value_unit(process_reward) == "token" and required_inputs(process_reward, {}) == ("candidate_logprobs",)
+        assert ProcessRewardLoss.per == "token" and ProcessRewardLoss.needs == ("candidate_logprobs",)

@@ -19,10 +19,10 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, __version__
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-from coalign.backends.base import Objective
+from coalign.backends.base import build_objective
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.hf.heads import ROWS
-from coalign.config.schema import ModelConfig
+from coalign.config.schema import LossConfig, ModelConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
 from tests.backends.batches import rollout
@@ -169,7 +169,7 @@ class Gradients(FSDPModule):
 
 def build_trainer(path: Path, **config: Any) -> Gradients:
     settings = {"load": str(path), "optimizer": {"lr": 0.0}, "max_tokens_per_micro": 60} | config
-    loss = Objective("tests.backends.test_fsdp:sequence_loss")
+    loss = build_objective(LossConfig(fn="tests.backends.test_fsdp:sequence_loss"))
     trainer = Gradients(ModelConfig(**settings), Context(model="trainer", steps=1, loss=loss))
     trainer.setup()
     return trainer

@@ -6,9 +6,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from coalign.backends.base import Objective
+from coalign.algorithms.losses.policy import PolicyGradient
+from coalign.algorithms.objective import Objective
+from coalign.backends.base import build_objective
 from coalign.backends.hf.fsdp import FSDPModule
-from coalign.config.schema import ModelConfig
+from coalign.config.schema import LossConfig, ModelConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
 from coalign.types import LossInput, LossOutput, Stat
@@ -20,7 +22,7 @@ def module(
     path: str, *, loss: dict | None = None, steps: int = 4, seed: int = 0, kind: type = FSDPModule, **config
 ) -> FSDPModule:
     settings = {"load": path, "optimizer": {"lr": 1e-2}} | config
-    objective = Objective("policy_gradient") if loss is None else Objective(**loss) if loss else None
+    objective = Objective(PolicyGradient()) if loss is None else build_objective(LossConfig(**loss)) if loss else None
     context = Context(model="trainer", steps=steps, seed=seed, loss=objective)
     made = kind(ModelConfig(**settings), context)
     made.setup()
@@ -65,7 +67,8 @@ class Watched(FSDPModule):
 )
 def test_gradients_do_not_depend_on_cuts_packing_or_sharing(path, aggregation, micro, share):
     batch = rollout((5, 9, 12), 4)
-    loss = {"fn": "policy_gradient", "aggregation": aggregation, "constant_length": 10}
+    loss = {"fn": "policy_gradient", "aggregation": aggregation}
+    loss |= {"constant_length": 10} if aggregation == "constant" else {}
     gradients = []
     for config in (
         {"max_tokens_per_micro": None, "share_prefix": False},

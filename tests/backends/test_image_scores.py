@@ -9,7 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from coalign.backends.base import Objective
+from coalign.algorithms.losses.policy import ValueLoss
+from coalign.algorithms.losses.supervised import BradleyTerryLoss
+from coalign.algorithms.objective import Objective
 from coalign.backends.engines.request import begin_samples
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.scorers.retokenize import RetokenizeModule
@@ -31,7 +33,7 @@ ALL = [pytest.param(each, marks=() if each in QUICK else pytest.mark.backends) f
 
 def build(path: Path, head: str, **config: Any) -> FSDPModule:
     own = {"load": str(path), "vision": {}, "head": head, "head_init": "zero", "optimizer": {"lr": 0.0}}
-    objective = Objective("bradley_terry" if head == "reward" else "value")
+    objective = Objective(BradleyTerryLoss() if head == "reward" else ValueLoss())
     module = FSDPModule(ModelConfig(**own | config), Context(model=head, steps=1, loss=objective))
     module.setup()
     with torch.no_grad(), torch.random.fork_rng():

@@ -13,12 +13,12 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from coalign.backends.base import Objective
+from coalign.backends.base import build_objective
 from coalign.backends.engines.sampling import sample
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.vision import find_owner, list_placeholder_ids, name_components
 from coalign.config.functions import resolve_class
-from coalign.config.schema import DataConfig, ImagesConfig, ModelConfig, SamplingConfig
+from coalign.config.schema import DataConfig, ImagesConfig, LossConfig, ModelConfig, SamplingConfig
 from coalign.data.batch import Batch
 from coalign.data.images.processor import ImageProcessor
 from coalign.data.loader import build_loader
@@ -49,7 +49,7 @@ class Gradients(FSDPModule):
 
 def build_trainer(path: Path, *, context: Mapping[str, Any] | None = None, **config: Any) -> Gradients:
     own = {"load": str(path), "vision": {}, "optimizer": {"lr": 0.0}, "max_tokens_per_micro": 400} | config
-    loss = Objective("tests.backends.test_fsdp:sequence_loss")
+    loss = build_objective(LossConfig(fn="tests.backends.test_fsdp:sequence_loss"))
     trainer = Gradients(ModelConfig(**own), Context(model="trainer", steps=1, loss=loss, **context or {}))
     trainer.setup()
     return trainer

@@ -5,7 +5,8 @@ import gc
 import pytest
 import torch
 
-from coalign.backends.base import Objective
+from coalign.algorithms.losses.policy import PolicyGradient
+from coalign.algorithms.objective import Objective
 from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.scorers.cached import CachedModule
@@ -23,7 +24,7 @@ PROMPTS = Batch(torch.tensor([3, 5])).with_(
 
 
 def build(cls, path, name="trainer", **config):
-    context = Context(model=name, loss=Objective("policy_gradient"), samples_per_prompt=2)
+    context = Context(model=name, loss=Objective(PolicyGradient()), samples_per_prompt=2)
     module = cls(ModelConfig(load=path, **config), context)
     module.setup()
     module.measure_memory()

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from coalign import load_config
-from coalign.backends.base import Objective
+from coalign.algorithms.losses.policy import PolicyGradient
+from coalign.algorithms.objective import Objective
 from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.backends.engines.transformers import TransformersModule
 from coalign.backends.hf.fsdp import FSDPModule
@@ -24,7 +25,7 @@ LAYERS, CHOSEN = 2, 2  # of the tiny Qwen3-MoE
 
 
 def trainer(path: str, *, replay: bool = True, kind: type = FSDPModule, **config) -> FSDPModule:
-    context = Context(model="trainer", routing_replay=replay, loss=Objective("policy_gradient"))
+    context = Context(model="trainer", routing_replay=replay, loss=Objective(PolicyGradient()))
     made = kind(ModelConfig(load=path, optimizer={"lr": 1e-2}, **config), context)
     made.setup()
     return made

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from coalign.backends.base import Objective, TrainableModule
+from coalign.backends.base import TrainableModule, build_objective
 from coalign.config.functions import resolve_class
-from coalign.config.schema import ModelConfig
+from coalign.config.schema import LossConfig, ModelConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
 from coalign.types import merge_stats
@@ -78,7 +78,7 @@ def build(backend: Backend, path: str, *, rank: int = 0, port: int = 0, **config
         rank=rank,
         world_size=backend.ranks,
         device=backend.device,
-        loss=Objective(**loss),
+        loss=build_objective(LossConfig(**loss)),
         rendezvous=f"127.0.0.1:{port}",
     )
     module = resolve_class(backend.module, "coalign.backends")(model, context)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from coalign.backends.base import Objective
+from coalign.algorithms.losses.policy import PolicyGradient
+from coalign.algorithms.objective import Objective
 from coalign.backends.hf import plans
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig
@@ -33,7 +34,7 @@ def build(case: str, folder) -> FSDPModule:
     config = json.loads((folder / "config.json").read_text())
     config |= {key: 0.0 for key in config if "drop" in key and isinstance(config[key], float)}
     (folder / "config.json").write_text(json.dumps(config))
-    return FSDPModule(ModelConfig(load=str(folder)), Context(loss=Objective("policy_gradient")))
+    return FSDPModule(ModelConfig(load=str(folder)), Context(loss=Objective(PolicyGradient())))
 
 
 @pytest.mark.parametrize("case", [case for case in NATIVE if case not in OWN_ATTENTION])

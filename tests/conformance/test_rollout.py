@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from coalign.backends.base import Objective
+from coalign.algorithms.losses.policy import PolicyGradient
+from coalign.algorithms.objective import Objective
 from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig
@@ -26,7 +27,7 @@ def prompts() -> Batch:
 def test_sampled_logprobs_are_the_trainers(tmp_path, family, adopt):
     path = str(tiny_model_dir(tmp_path, family=family))
     config = {"load": path, "sampling": SAMPLING, "optimizer": {"lr": 1e-2}}
-    trainer = FSDPModule(ModelConfig(**config), Context(loss=Objective("policy_gradient")))
+    trainer = FSDPModule(ModelConfig(**config), Context(loss=Objective(PolicyGradient())))
     policy = NativeModule(ModelConfig(module="native", **config), Context(samples_per_prompt=4))
     trainer.setup()
     policy.setup()

@@ -261,4 +261,4 @@ def test_python_on_a_page_runs(path, tmp_path, monkeypatch):
     names: dict[str, Any] = {"__name__": "page"}
     for block in read_page(path).blocks:
         if block.language == "python" and not block.mark:
-            exec(compile(block.text, str(block), "exec"), names)  # of our own making
+            exec(compile(block.text, str(block), "exec", dont_inherit=True), names)  # of our own making

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from coalign.algorithms.losses.policy import PolicyGradient
+from coalign.algorithms.objective import Objective
 from coalign.backends.attention import attend, has_varlen
-from coalign.backends.base import Objective
 from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.packing import Block, RowPlan
@@ -19,7 +20,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
-CUDA = Context(device="cuda:0", loss=Objective("policy_gradient"), samples_per_prompt=4)
+CUDA = Context(device="cuda:0", loss=Objective(PolicyGradient()), samples_per_prompt=4)
 
 
 @pytest.fixture

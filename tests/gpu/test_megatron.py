@@ -7,8 +7,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from coalign.backends.base import Objective
-from coalign.config.schema import ModelConfig
+from coalign.backends.base import build_objective
+from coalign.config.schema import LossConfig, ModelConfig
 from coalign.roles import Context
 from coalign_megatron.backend.module import MegatronModule
 from tests.backends.batches import rollout
@@ -25,7 +25,7 @@ LAYERS = [False, pytest.param(True, marks=ENGINE)]
 
 
 def build(path, loss="policy_gradient", **config):
-    context = Context(device="cuda:0", loss=Objective(loss), samples_per_prompt=4)
+    context = Context(device="cuda:0", loss=build_objective(LossConfig(fn=loss)), samples_per_prompt=4)
     module = MegatronModule(ModelConfig(load=path, module="megatron", **config), context)
     module.setup()
     return module

@@ -5,7 +5,8 @@ import threading
 import pytest
 import torch
 
-from coalign.backends.base import Objective
+from coalign.algorithms.losses.policy import PolicyGradient
+from coalign.algorithms.objective import Objective
 from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig
@@ -28,7 +29,7 @@ def path(tmp_path):
 
 
 def build(cls, path, name, **config):
-    context = Context(model=name, device=DEVICE, loss=Objective("policy_gradient"), samples_per_prompt=2)
+    context = Context(model=name, device=DEVICE, loss=Objective(PolicyGradient()), samples_per_prompt=2)
     module = cls(ModelConfig(load=path, **config), context)
     module.setup()
     module.measure_memory()

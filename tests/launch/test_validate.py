@@ -74,6 +74,7 @@ REFUSED = {
     "grpo": [
         ("pairs=best_worst", f"pairs: `grpo` {UNREAD}"),
         ("models.policy.sampling.temperature=0.0", r"models\.policy\.sampling\.temperature is 0"),
+        ("loss.clip_low=-1", r"^loss\.clip_low is -1\.0 and loss\.clip_high is 0\.2: neither may be below 0$"),
         ("ptx={coef: 0.1}", r"ptx.data: is missing"),
         ("filter={fn: varied, min_sdt: 0.1}", r"filter.min_sdt: unknown argument of varied.*min_std"),
         ("filter={fn: variid}", r"'variid' is not in coalign.algorithms.group_filters.*varied"),

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from coalign.backends.base import Objective
+from coalign.algorithms.losses.policy import PolicyGradient
+from coalign.algorithms.objective import Objective
 from coalign.backends.engines.request import Request
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig, SamplingConfig
@@ -20,7 +21,7 @@ CARD = "standin:0"
 
 def build(path, layers):
     path = tiny_model_dir(path / f"{layers} layers", layers=layers)
-    context = Context(device=CARD, loss=Objective("policy_gradient"), samples_per_prompt=3)
+    context = Context(device=CARD, loss=Objective(PolicyGradient()), samples_per_prompt=3)
     module = FSDPModule(ModelConfig(load=str(path), optimizer={"lr": 1e-2}), context)
     module.setup()
     return module

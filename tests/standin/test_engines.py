@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from coalign.backends.base import Objective
+from coalign.algorithms.losses.policy import PolicyGradient
+from coalign.algorithms.objective import Objective
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig
 from coalign.roles import Context
@@ -64,7 +65,7 @@ def test_a_cache_that_is_too_small_for_all_makes_requests_wait(directory):
 def test_sampled_log_probs_are_the_trainers(tmp_path, adopt):
     path = str(tiny_model_dir(tmp_path))
     config = {"load": path, "sampling": {"temperature": 0.8, "max_new_tokens": 12}, "optimizer": {"lr": 1e-2}}
-    trainer = FSDPModule(ModelConfig(**config), on_card(loss=Objective("policy_gradient")))
+    trainer = FSDPModule(ModelConfig(**config), on_card(loss=Objective(PolicyGradient())))
     trainer.setup()
     policy = build("native", tmp_path, on_card(), **config)
     for version in range(3):

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from coalign import memory
-from coalign.backends.base import Objective
+from coalign.algorithms.losses.policy import PolicyGradient
+from coalign.algorithms.objective import Objective
 from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig
@@ -34,7 +35,7 @@ def path(tmp_path_factory):
 
 
 def build(cls, path, name="trainer", **config):
-    context = Context(model=name, device=CARD, loss=Objective("policy_gradient"), samples_per_prompt=2)
+    context = Context(model=name, device=CARD, loss=Objective(PolicyGradient()), samples_per_prompt=2)
     module = cls(ModelConfig(load=path, **config), context)
     module.setup()
     module.measure_memory()

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from coalign.backends import pretrained
-from coalign.backends.base import Objective
+from coalign.backends.base import build_objective
 from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
-from coalign.config.schema import ModelConfig
+from coalign.config.schema import LossConfig, ModelConfig
 from coalign.devices import use_device
 from coalign.memory import move_module
 from coalign.roles import Context
@@ -39,7 +39,7 @@ def _current_card():
 
 
 def build(path, device, *, loss="policy_gradient", **config):
-    context = Context(device=device, loss=Objective(loss), samples_per_prompt=3)
+    context = Context(device=device, loss=build_objective(LossConfig(fn=loss)), samples_per_prompt=3)
     module = FSDPModule(ModelConfig(load=str(path), **{"optimizer": {"lr": 1e-2, "eps": 1e-3}} | config), context)
     module.setup()
     return module

@@ -3,8 +3,8 @@
 At the end: losses without a reference, and for unpaired feedback. All others read logprobs, ref and the column
 `preference`. r is the log-ratio log π - log π_ref of a response, summed over its tokens; w is the better response of a
 pair, l the worse one; z = β (r_w - r_l). ``beta`` is β, and ``nll_coef`` adds that much of the better response's
-negative log-likelihood per token (2404.19733). Names are those of TRL's ``loss_type``. The value is one per group, the
-mean over its pairs.
+negative log-likelihood per token (2404.19733). Names in YAML are those of TRL's ``loss_type``. The value is one per
+group, the mean over its pairs.
 
 The losses by optimal transport (AOT, 2406.05882) compare distributions, not pairs: the better responses' rewards,
 sorted, should lie above the worse ones', sorted (stochastic dominance). Sorting needs every pair at once, so an update
@@ -14,6 +14,7 @@ is one micro-batch, and the value is one number, the mean over all pairs of the 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -32,26 +33,37 @@ from coalign.algorithms.comparisons import (
     response_logprobs,
     token_log_ratios,
 )
+from coalign.algorithms.objective import Loss
 from coalign.algorithms.segments import segment_sum
 from coalign.types import LossInput, LossOutput, Stat, Stats
 
 MAX_EXPONENT = 80.0  # e^80: beyond any log-ratio of use, and its square does not overflow float64
 
 
-def dpo(
-    x: LossInput,
-    *,
-    beta: float = 0.1,
-    label_smoothing: float = 0.0,
-    robust: bool = False,
-    length_normalised: bool = False,
-    divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl",
-    alpha: float = 0.5,
-    ld_alpha: float = 1.0,
-    margin_coef: float = 0.0,
-    weighted: bool = False,
-    nll_coef: float = 0.0,
-) -> LossOutput:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _PairwiseLoss(Loss):
+    """The mean over the pairs of each group of what `compare` says of a pair's implicit rewards β r."""
+
+    per = "group"
+    needs = ("ref",)
+    beta: float = 0.1
+    nll_coef: float = 0.0
+
+    def rewards(self, x: LossInput) -> Tensor:
+        """f64[N]: the implicit reward of each response."""
+        return self.beta * log_ratios(x)
+
+    def compare(self, winner: Tensor, loser: Tensor) -> Tensor:
+        """[P]: the loss of each pair, from the rewards of its responses."""
+        raise NotImplementedError
+
+    def __call__(self, x: LossInput) -> LossOutput:
+        pairs, rewards = read_pairs(x), self.rewards(x)
+        return compare_responses(x, pairs, self.compare(*pairs.split(rewards)), rewards, self.nll_coef)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DPOLoss(_PairwiseLoss):
     """-log σ(z) (2305.18290), with variants that each change one part.
 
     - ``label_smoothing`` ε: labels wrong with that probability. -(1 - ε) log σ(z) - ε log σ(-z) (cDPO), or with
@@ -64,102 +76,40 @@ def dpo(
     - ``weighted``: a pair is weighted by how likely the policy is to write both responses: the product of exp(mean over
       tokens of log π - log Σ π²) (WPO, 2406.11827).
     """
-    check_smoothing(label_smoothing)
-    pairs, ratios = read_pairs(x), log_ratios(x)
-    compare = pairs.split(ratios) if ld_alpha == 1 else _weigh_excess_tokens(x, pairs, ld_alpha)
-    winner, loser = (_divergence_gradient(r, divergence, alpha) for r in compare)
-    if length_normalised:
-        winner, loser = (r / n for r, n in zip((winner, loser), pairs.split(lengths(x)), strict=True))
-    z = beta * (winner - loser)
-    if margin_coef:
-        z = z - margin_coef * pairs.difference(x.require_column("margin", "margin_coef"))
-    if robust:
-        losses = ((1 - label_smoothing) * F.softplus(-z) - label_smoothing * F.softplus(z)) / (1 - 2 * label_smoothing)
-    else:
-        losses = logistic(z, label_smoothing)
-    if weighted:
-        losses = losses * math.prod(pairs.split(_likelihood_weights(x)))
-    return compare_responses(x, pairs, losses, beta * ratios, nll_coef)
 
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    robust: bool = False
+    length_normalised: bool = False
+    divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
+    alpha: float = 0.5
+    ld_alpha: float = 1.0
+    margin_coef: float = 0.0
+    weighted: bool = False
 
-def ipo(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossOutput:
-    """(r_w/|w| - r_l/|l| - 1/(2β))², with log-ratios *averaged* over tokens (2310.12036; TRL has it from the authors).
+    def __post_init__(self) -> None:
+        check_smoothing(self.label_smoothing)
 
-    β is the paper's τ. OpenRLHF sums where this averages.
-    """
-    pairs, ratios = read_pairs(x), log_ratios(x) / lengths(x)
-    return compare_responses(x, pairs, (pairs.difference(ratios) - 1 / (2 * beta)).square(), beta * ratios, nll_coef)
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ("ref", "collision") if self.weighted else ("ref",)
 
-
-def hinge(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossOutput:
-    """max(0, 1 - z) (SLiC, 2305.10425, against a reference as in RSO, 2309.06657)."""
-    pairs, rewards = read_pairs(x), beta * log_ratios(x)
-    return compare_responses(x, pairs, (1 - pairs.difference(rewards)).relu(), rewards, nll_coef)
-
-
-def exo_pair(x: LossInput, *, beta: float = 0.1, label_smoothing: float = 1e-3, nll_coef: float = 0.0) -> LossOutput:
-    """EXO-pref (2402.00856, eq. 16): KL from (σ(z), σ(-z)) to (1 - ε, ε). ε = ``label_smoothing`` is above 0."""
-    check_smoothing(label_smoothing, least=1e-12)
-    pairs, rewards = read_pairs(x), beta * log_ratios(x)
-    z = pairs.difference(rewards)
-    won, lost = F.logsigmoid(z), F.logsigmoid(-z)
-    losses = won.exp() * (won - math.log1p(-label_smoothing)) + lost.exp() * (lost - math.log(label_smoothing))
-    return compare_responses(x, pairs, losses, rewards, nll_coef)
-
-
-def nca_pair(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossOutput:
-    """NCA (2402.05369): -log σ(βr_w) - ½ log σ(-βr_w) - ½ log σ(-βr_l)."""
-    pairs, rewards = read_pairs(x), beta * log_ratios(x)
-    winner, loser = pairs.split(rewards)
-    losses = F.softplus(-winner) + 0.5 * F.softplus(winner) + 0.5 * F.softplus(loser)
-    return compare_responses(x, pairs, losses, rewards, nll_coef)
-
-
-def bco_pair(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossOutput:
-    """BCO (2404.04656): -log σ(βr_w) - log σ(-βr_l).
-
-    As in TRL's DPOTrainer without the paper's reward shift, a running mean over the steps: a loss keeps no state.
-    """
-    pairs, rewards = read_pairs(x), beta * log_ratios(x)
-    winner, loser = pairs.split(rewards)
-    return compare_responses(x, pairs, F.softplus(-winner) + F.softplus(loser), rewards, nll_coef)
-
-
-def sppo_hard(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossOutput:
-    """SPPO (2405.00675, eq. 4.7) with probability 1 for the winner: (r_w - 1/(2β))² + (r_l + 1/(2β))²."""
-    pairs, ratios = read_pairs(x), log_ratios(x)
-    winner, loser = pairs.split(ratios)
-    losses = (winner - 0.5 / beta).square() + (loser + 0.5 / beta).square()
-    return compare_responses(x, pairs, losses, beta * ratios, nll_coef)
-
-
-def apo_zero(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossOutput:
-    """APO-zero (2408.06266, eq. 7): σ(-βr_w) + σ(βr_l), for winners better than the policy's own responses."""
-    pairs, rewards = read_pairs(x), beta * log_ratios(x)
-    winner, loser = pairs.split(rewards)
-    return compare_responses(x, pairs, torch.sigmoid(-winner) + torch.sigmoid(loser), rewards, nll_coef)
-
-
-def apo_down(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossOutput:
-    """APO-down (2408.06266, eq. 8): σ(βr_w) + σ(-z), for winners worse than the policy's own responses."""
-    pairs, rewards = read_pairs(x), beta * log_ratios(x)
-    winner, loser = pairs.split(rewards)
-    return compare_responses(x, pairs, torch.sigmoid(winner) + torch.sigmoid(loser - winner), rewards, nll_coef)
-
-
-def discopop(x: LossInput, *, beta: float = 0.1, tau: float = 0.05, nll_coef: float = 0.0) -> LossOutput:
-    """DiscoPOP (2406.08414, eq. 5): (1 - m) · -log σ(z) + m e^(-z), with m = σ(z/τ)."""
-    pairs, rewards = read_pairs(x), beta * log_ratios(x)
-    z = pairs.difference(rewards)
-    # m e^(-z) as one exponential: for z far below 0 it is a product of nothing and infinity.
-    exponential = (F.logsigmoid(z / tau) - z).clamp(max=MAX_EXPONENT).exp()
-    return compare_responses(x, pairs, torch.sigmoid(-z / tau) * F.softplus(-z) + exponential, rewards, nll_coef)
-
-
-for _loss in (dpo, ipo, hinge, exo_pair, nca_pair, bco_pair, sppo_hard, apo_zero, apo_down, discopop):
-    _loss.per = "group"
-    _loss.needs = lambda **_: ("ref",)
-dpo.needs = lambda *, weighted, **_: ("ref", "collision") if weighted else ("ref",)
+    def __call__(self, x: LossInput) -> LossOutput:
+        smoothing, pairs, ratios = self.label_smoothing, read_pairs(x), log_ratios(x)
+        compare = pairs.split(ratios) if self.ld_alpha == 1 else _weigh_excess_tokens(x, pairs, self.ld_alpha)
+        winner, loser = (_divergence_gradient(r, self.divergence, self.alpha) for r in compare)
+        if self.length_normalised:
+            winner, loser = (r / n for r, n in zip((winner, loser), pairs.split(lengths(x)), strict=True))
+        z = self.beta * (winner - loser)
+        if self.margin_coef:
+            z = z - self.margin_coef * pairs.difference(x.require_column("margin", "margin_coef"))
+        if self.robust:
+            losses = ((1 - smoothing) * F.softplus(-z) - smoothing * F.softplus(z)) / (1 - 2 * smoothing)
+        else:
+            losses = logistic(z, smoothing)
+        if self.weighted:
+            losses = losses * math.prod(pairs.split(_likelihood_weights(x)))
+        return compare_responses(x, pairs, losses, self.beta * ratios, self.nll_coef)
 
 
 def _divergence_gradient(ratio: Tensor, divergence: str, alpha: float) -> Tensor:
@@ -192,34 +142,143 @@ def _weigh_excess_tokens(x: LossInput, pairs: PreferencePairs, ld_alpha: float) 
     return weighted(pairs.winner), weighted(pairs.loser)
 
 
-def aot(x: LossInput, *, beta: float = 0.1, label_smoothing: float = 0.0) -> LossOutput:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IPOLoss(_PairwiseLoss):
+    """(r_w/|w| - r_l/|l| - 1/(2β))², with log-ratios *averaged* over tokens (2310.12036; TRL has it from the authors).
+
+    β is the paper's τ. OpenRLHF sums where this averages.
+    """
+
+    def __call__(self, x: LossInput) -> LossOutput:
+        pairs, ratios = read_pairs(x), log_ratios(x) / lengths(x)
+        losses = (pairs.difference(ratios) - 1 / (2 * self.beta)).square()
+        return compare_responses(x, pairs, losses, self.beta * ratios, self.nll_coef)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HingeLoss(_PairwiseLoss):
+    """max(0, 1 - z) (SLiC, 2305.10425, against a reference as in RSO, 2309.06657)."""
+
+    def compare(self, winner: Tensor, loser: Tensor) -> Tensor:
+        return (1 - (winner - loser)).relu()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EXOPairLoss(_PairwiseLoss):
+    """EXO-pref (2402.00856, eq. 16): KL from (σ(z), σ(-z)) to (1 - ε, ε). ε = ``label_smoothing`` is above 0."""
+
+    label_smoothing: float = 1e-3
+
+    def __post_init__(self) -> None:
+        check_smoothing(self.label_smoothing, least=1e-12)
+
+    def compare(self, winner: Tensor, loser: Tensor) -> Tensor:
+        z, smoothing = winner - loser, self.label_smoothing
+        won, lost = F.logsigmoid(z), F.logsigmoid(-z)
+        return won.exp() * (won - math.log1p(-smoothing)) + lost.exp() * (lost - math.log(smoothing))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NCAPairLoss(_PairwiseLoss):
+    """NCA (2402.05369): -log σ(βr_w) - ½ log σ(-βr_w) - ½ log σ(-βr_l)."""
+
+    def compare(self, winner: Tensor, loser: Tensor) -> Tensor:
+        return F.softplus(-winner) + 0.5 * F.softplus(winner) + 0.5 * F.softplus(loser)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BCOPairLoss(_PairwiseLoss):
+    """BCO (2404.04656): -log σ(βr_w) - log σ(-βr_l).
+
+    As in TRL's DPOTrainer without the paper's reward shift, a running mean over the steps: a loss keeps no state.
+    """
+
+    def compare(self, winner: Tensor, loser: Tensor) -> Tensor:
+        return F.softplus(-winner) + F.softplus(loser)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SPPOHardLoss(_PairwiseLoss):
+    """SPPO (2405.00675, eq. 4.7) with probability 1 for the winner: (r_w - 1/(2β))² + (r_l + 1/(2β))²."""
+
+    def __call__(self, x: LossInput) -> LossOutput:
+        pairs, ratios = read_pairs(x), log_ratios(x)
+        winner, loser = pairs.split(ratios)
+        losses = (winner - 0.5 / self.beta).square() + (loser + 0.5 / self.beta).square()
+        return compare_responses(x, pairs, losses, self.beta * ratios, self.nll_coef)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class APOZeroLoss(_PairwiseLoss):
+    """APO-zero (2408.06266, eq. 7): σ(-βr_w) + σ(βr_l), for winners better than the policy's own responses."""
+
+    def compare(self, winner: Tensor, loser: Tensor) -> Tensor:
+        return torch.sigmoid(-winner) + torch.sigmoid(loser)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class APODownLoss(_PairwiseLoss):
+    """APO-down (2408.06266, eq. 8): σ(βr_w) + σ(-z), for winners worse than the policy's own responses."""
+
+    def compare(self, winner: Tensor, loser: Tensor) -> Tensor:
+        return torch.sigmoid(winner) + torch.sigmoid(loser - winner)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiscoPOPLoss(_PairwiseLoss):
+    """DiscoPOP (2406.08414, eq. 5): (1 - m) · -log σ(z) + m e^(-z), with m = σ(z/τ)."""
+
+    tau: float = 0.05
+
+    def compare(self, winner: Tensor, loser: Tensor) -> Tensor:
+        z = winner - loser
+        # m e^(-z) as one exponential: for z far below 0 it is a product of nothing and infinity.
+        exponential = (F.logsigmoid(z / self.tau) - z).clamp(max=MAX_EXPONENT).exp()
+        return torch.sigmoid(-z / self.tau) * F.softplus(-z) + exponential
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _TransportLoss(Loss):
+    """-log σ(β Δ) of what `differences` gives, over all pairs of the batch."""
+
+    per = "batch"
+    needs = ("ref",)
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_smoothing(self.label_smoothing)
+
+    def differences(self, x: LossInput, pairs: PreferencePairs, ratios: Tensor) -> Tensor:
+        """[P]: Δ, from the log-ratios [N] of the responses."""
+        raise NotImplementedError
+
+    def __call__(self, x: LossInput) -> LossOutput:
+        pairs, ratios = read_pairs(x), log_ratios(x)
+        losses = logistic(self.beta * self.differences(x, pairs, ratios), self.label_smoothing)
+        stats = compare_responses(x, pairs, losses, self.beta * ratios).stats
+        return LossOutput((losses.sum() / max(1, len(losses)))[None], stats)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AOTLoss(_TransportLoss):
     """Sorted log π_w - log π_l against sorted log π_ref,w - log π_ref,l, by -log σ(β difference)."""
-    pairs, ratios, logprobs = read_pairs(x), log_ratios(x), response_logprobs(x)
-    policy, reference = (
-        pairs.difference(values).sort().values for values in (logprobs, logprobs.detach() - ratios.detach())
-    )
-    return _transport_loss(x, pairs, policy - reference, ratios, beta, label_smoothing)
+
+    def differences(self, x: LossInput, pairs: PreferencePairs, ratios: Tensor) -> Tensor:
+        logprobs = response_logprobs(x)
+        policy, reference = (
+            pairs.difference(values).sort().values for values in (logprobs, logprobs.detach() - ratios.detach())
+        )
+        return policy - reference
 
 
-def aot_unpaired(x: LossInput, *, beta: float = 0.1, label_smoothing: float = 0.0) -> LossOutput:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AOTUnpairedLoss(_TransportLoss):
     """Sorted log-ratios of the winners against sorted log-ratios of the losers."""
-    pairs, ratios = read_pairs(x), log_ratios(x)
-    winner, loser = (values.sort().values for values in pairs.split(ratios))
-    return _transport_loss(x, pairs, winner - loser, ratios, beta, label_smoothing)
 
-
-for _loss in (aot, aot_unpaired):
-    _loss.per = "batch"
-    _loss.needs = lambda **_: ("ref",)
-
-
-def _transport_loss(
-    x: LossInput, pairs: PreferencePairs, delta: Tensor, ratios: Tensor, beta: float, label_smoothing: float
-) -> LossOutput:
-    check_smoothing(label_smoothing)
-    losses = logistic(beta * delta, label_smoothing)
-    stats = compare_responses(x, pairs, losses, beta * ratios).stats
-    return LossOutput((losses.sum() / max(1, len(losses)))[None], stats)
+    def differences(self, x: LossInput, pairs: PreferencePairs, ratios: Tensor) -> Tensor:
+        winner, loser = (values.sort().values for values in pairs.split(ratios))
+        return winner - loser
 
 
 # ---- without a reference model: the policy's own log-probs are the rewards
@@ -227,98 +286,118 @@ def _transport_loss(
 MIN_DOUBT = 1e-6  # 1 - p is at least this: closer to 1 the odds are rounding error, and would overflow
 
 
-def simpo(
-    x: LossInput,
-    *,
-    beta: float = 2.0,
-    gamma: float = 0.5,
-    alpha: float = 0.0,
-    label_smoothing: float = 0.0,
-    nll_coef: float = 0.0,
-) -> LossOutput:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimPOLoss(_PairwiseLoss):
     """-log σ(β log π_w / |w| - β log π_l / |l| - γ) (2405.14734). ``nll_coef`` makes it CPO-SimPO.
 
     ``alpha`` other than 0 bends the reward to (1 - p^-α)/α, where log p is the mean log-prob (AlphaPO, 2501.03884).
     """
-    check_smoothing(label_smoothing)
-    pairs, rewards = read_pairs(x), response_logprobs(x) / lengths(x)
-    if alpha:
-        rewards = -torch.expm1(-alpha * rewards) / alpha
-    rewards = beta * rewards
-    return compare_responses(x, pairs, logistic(pairs.difference(rewards) - gamma, label_smoothing), rewards, nll_coef)
+
+    needs = ()
+    beta: float = 2.0
+    gamma: float = 0.5
+    alpha: float = 0.0
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_smoothing(self.label_smoothing)
+
+    def rewards(self, x: LossInput) -> Tensor:
+        means = response_logprobs(x) / lengths(x)
+        return self.beta * (-torch.expm1(-self.alpha * means) / self.alpha if self.alpha else means)
+
+    def compare(self, winner: Tensor, loser: Tensor) -> Tensor:
+        return logistic(winner - loser - self.gamma, self.label_smoothing)
 
 
-def cpo(x: LossInput, *, beta: float = 0.1, label_smoothing: float = 0.0, nll_coef: float = 1.0) -> LossOutput:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CPOLoss(_PairwiseLoss):
     """-log σ(β log π_w - β log π_l) + nll_coef · NLL_w (2401.08417), sums over tokens, NLL per token."""
-    check_smoothing(label_smoothing)
-    pairs, rewards = read_pairs(x), beta * response_logprobs(x)
-    return compare_responses(x, pairs, logistic(pairs.difference(rewards), label_smoothing), rewards, nll_coef)
+
+    needs = ()
+    label_smoothing: float = 0.0
+    nll_coef: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_smoothing(self.label_smoothing)
+
+    def rewards(self, x: LossInput) -> Tensor:
+        return self.beta * response_logprobs(x)
+
+    def compare(self, winner: Tensor, loser: Tensor) -> Tensor:
+        return logistic(winner - loser, self.label_smoothing)
 
 
-def orpo(x: LossInput, *, beta: float = 0.1) -> LossOutput:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ORPOLoss(Loss):
     """NLL_w - β log σ(log odds_w - log odds_l) (2403.07691); β is the paper's λ.
 
     odds = p / (1 - p), where log p is the *mean* log-prob of a response's tokens; NLL_w is -log p of the winner. p is
     clamped to 1 - 1e-6, where the gradient of its odds is 0.
     """
-    pairs, means = read_pairs(x), response_logprobs(x) / lengths(x)
-    clamped = means.clamp(max=-MIN_DOUBT)
-    log_odds = pairs.difference(clamped - torch.log(-torch.expm1(clamped)))  # log(p / (1 - p)) of p = e^mean
-    result = compare_responses(x, pairs, beta * F.softplus(-log_odds), beta * means, nll_coef=1.0)
-    return LossOutput(result.value, result.stats | {"log_odds": Stat.of(log_odds)})
 
+    per = "group"
+    beta: float = 0.1
 
-for _loss in (simpo, cpo, orpo):
-    _loss.per = "group"
+    def __call__(self, x: LossInput) -> LossOutput:
+        pairs, means = read_pairs(x), response_logprobs(x) / lengths(x)
+        clamped = means.clamp(max=-MIN_DOUBT)
+        log_odds = pairs.difference(clamped - torch.log(-torch.expm1(clamped)))  # log(p / (1 - p)) of p = e^mean
+        result = compare_responses(x, pairs, self.beta * F.softplus(-log_odds), self.beta * means, nll_coef=1.0)
+        return LossOutput(result.value, result.stats | {"log_odds": Stat.of(log_odds)})
 
 
 # ---- unpaired feedback: each response is desirable (`preference` 1) or not (0). It is compared with a reference point,
 # not with another response. One value per sequence.
 
 
-def kto(
-    x: LossInput, *, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0
-) -> LossOutput:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _UnpairedLoss(Loss):
+    per = "sequence"
+    needs = ("ref",)
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+    def judge(self, x: LossInput, point: Tensor) -> LossOutput:
+        """One value per sequence, from its log-ratio and its reference point [N]."""
+        desirable = _read_desirable(x.require_column("preference"))
+        ratios = log_ratios(x)
+        sign = torch.where(desirable, 1.0, -1.0)
+        gain = sign * self.beta * (ratios - point.to(ratios))
+        weight = torch.where(desirable, self.desirable_weight, self.undesirable_weight)
+        rewards, logprobs = self.beta * ratios.detach(), response_logprobs(x).detach()
+        stats: Stats = {
+            "rewards/chosen": Stat.of(rewards, desirable),
+            "rewards/rejected": Stat.of(rewards, ~desirable),
+            "logps/chosen": Stat.of(logprobs, desirable),
+            "logps/rejected": Stat.of(logprobs, ~desirable),
+            "accuracy": accuracy(gain.detach()),  # the share on the right side of the reference point
+        }
+        return LossOutput(weight * torch.sigmoid(-gain), stats)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KTOLoss(_UnpairedLoss):
     """KTO (2402.01306): λ_D σ(-β(r - z0)) for desirable responses, λ_U σ(-β(z0 - r)) for undesirable ones.
 
     z0 is the column `reference_point`, in nats, without gradient: max(0, mean r of mismatched prompts and responses)
     over the whole batch, not over a micro-batch. λ_D and λ_U are the weights; with n_D and n_U responses of each kind,
     the authors advise λ_D n_D / (λ_U n_U) between 1 and 4/3. A batch may lack one kind.
     """
-    point = x.require_column("reference_point")
-    result = _compute_unpaired_loss(x, point, beta, desirable_weight, undesirable_weight)
-    return LossOutput(result.value, result.stats | {"kl": Stat.of(point)})
+
+    def __call__(self, x: LossInput) -> LossOutput:
+        point = x.require_column("reference_point")
+        result = self.judge(x, point)
+        return LossOutput(result.value, result.stats | {"kl": Stat.of(point)})
 
 
-def apo_zero_unpaired(
-    x: LossInput, *, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0
-) -> LossOutput:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class APOZeroUnpairedLoss(_UnpairedLoss):
     """KTO with 0 as the reference point (APO-zero, 2408.06266, without pairs)."""
-    return _compute_unpaired_loss(x, torch.zeros(x.sequences), beta, desirable_weight, undesirable_weight)
 
-
-for _loss in (kto, apo_zero_unpaired):
-    _loss.per = "sequence"
-    _loss.needs = lambda **_: ("ref",)
-
-
-def _compute_unpaired_loss(
-    x: LossInput, point: Tensor, beta: float, desirable_weight: float, undesirable_weight: float
-) -> LossOutput:
-    desirable = _read_desirable(x.require_column("preference"))
-    ratios = log_ratios(x)
-    sign = torch.where(desirable, 1.0, -1.0)
-    gain = sign * beta * (ratios - point.to(ratios))
-    weight = torch.where(desirable, desirable_weight, undesirable_weight)
-    rewards, logprobs = beta * ratios.detach(), response_logprobs(x).detach()
-    stats: Stats = {
-        "rewards/chosen": Stat.of(rewards, desirable),
-        "rewards/rejected": Stat.of(rewards, ~desirable),
-        "logps/chosen": Stat.of(logprobs, desirable),
-        "logps/rejected": Stat.of(logprobs, ~desirable),
-        "accuracy": accuracy(gain.detach()),  # the share on the right side of the reference point
-    }
-    return LossOutput(weight * torch.sigmoid(-gain), stats)
+    def __call__(self, x: LossInput) -> LossOutput:
+        return self.judge(x, torch.zeros(x.sequences))
 
 
 def _read_desirable(preference: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ tells the student how much probability the candidates have together.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -15,25 +16,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coalign.algorithms.comparisons import accuracy, logistic, read_pairs, reward_stats
+from coalign.algorithms.objective import Loss
 from coalign.types import LossInput, LossOutput, Stat, Stats
 
 
-def sft(x: LossInput) -> LossOutput:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SFTLoss(Loss):
     """Negative log-likelihood of each trained token, in nats. Reads logprobs."""
-    nll = -x.require("logprobs")
-    return LossOutput(nll, {"nll": Stat.of(nll)})
+
+    def __call__(self, x: LossInput) -> LossOutput:
+        nll = -x.require("logprobs")
+        return LossOutput(nll, {"nll": Stat.of(nll)})
 
 
 MIN_TAIL = 1e-6  # a smaller tail is the rounding error of 1 - Σp in float32, of either sign
 
 
-def distillation(
-    x: LossInput,
-    *,
-    divergence: Literal["forward", "reverse", "jsd"] = "forward",
-    kd_coef: float = 1.0,
-    jsd_beta: float = 0.5,
-) -> LossOutput:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DistillationLoss(Loss):
     """(1 - k) NLL + k D(teacher, student) per token, k = ``kd_coef``.
 
     - `forward`: KL(teacher ‖ student); the cross entropy of 1503.02531 less the teacher's entropy, a constant.
@@ -43,19 +43,25 @@ def distillation(
 
     Reads candidate_logprobs [T, K] and the column `teacher_logprobs` [T, K], logprobs for the NLL.
     """
-    if not 0 <= kd_coef <= 1:
-        raise ValueError(f"loss.kd_coef is {kd_coef}: it is the share of distillation, from 0 to 1")
-    if divergence == "jsd" and not 0 < jsd_beta < 1:
-        raise ValueError(f"loss.jsd_beta is {jsd_beta}: it lies between 0 and 1 (`forward` and `reverse` are its ends)")
-    student = _append_tail(x.require("candidate_logprobs"))
-    teacher = _append_tail(x.require_column("teacher_logprobs").to(student.device))
-    distance = _divergence(teacher, student, divergence, jsd_beta)
-    nll = -x.require("logprobs")
-    stats: Stats = {"kd": Stat.of(distance), "nll": Stat.of(nll), "teacher_tail": Stat.of(teacher[:, -1].exp())}
-    return LossOutput((1 - kd_coef) * nll + kd_coef * distance, stats)
 
+    needs = ("candidate_logprobs",)
+    divergence: Literal["forward", "reverse", "jsd"] = "forward"
+    kd_coef: float = 1.0
+    jsd_beta: float = 0.5
 
-distillation.needs = lambda **_: ("candidate_logprobs",)
+    def __post_init__(self) -> None:
+        if not 0 <= self.kd_coef <= 1:
+            self.refuse("it is the share of distillation, from 0 to 1", "kd_coef")
+        if self.divergence == "jsd" and not 0 < self.jsd_beta < 1:
+            self.refuse("it lies between 0 and 1 (`forward` and `reverse` are its ends)", "jsd_beta")
+
+    def __call__(self, x: LossInput) -> LossOutput:
+        student = _append_tail(x.require("candidate_logprobs"))
+        teacher = _append_tail(x.require_column("teacher_logprobs").to(student.device))
+        distance = _divergence(teacher, student, self.divergence, self.jsd_beta)
+        nll = -x.require("logprobs")
+        stats: Stats = {"kd": Stat.of(distance), "nll": Stat.of(nll), "teacher_tail": Stat.of(teacher[:, -1].exp())}
+        return LossOutput((1 - self.kd_coef) * nll + self.kd_coef * distance, stats)
 
 
 def _append_tail(logprobs: Tensor) -> Tensor:
@@ -81,7 +87,8 @@ def _kl(p: Tensor, q: Tensor) -> Tensor:
 # ---- reward models, from comparisons, and process reward models, which judge each step of a solution
 
 
-def bradley_terry(x: LossInput, *, centre_coef: float = 0.0) -> LossOutput:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BradleyTerryLoss(Loss):
     """-log σ(s_w - s_l - margin), one value per group: the mean over its pairs (2203.02155 for k > 2 responses).
 
     Computed by softplus, which cannot overflow. ``margin`` is the pair's difference in the column `margin`, if the
@@ -91,21 +98,24 @@ def bradley_terry(x: LossInput, *, centre_coef: float = 0.0) -> LossOutput:
     Reads scores and the column `preference`. Statistics over pairs: `accuracy` (ties count half), `margin`,
     `rewards/chosen`, `rewards/rejected`. Over responses: `scores` and `scores_squared`, which give mean and variance.
     """
-    pairs, scores = read_pairs(x), x.require("scores").double()
-    z = pairs.difference(scores)
-    if "margin" in x.columns:
-        z = z - pairs.difference(x.columns["margin"])
-    losses = logistic(z)
-    if centre_coef:
-        losses = losses + centre_coef * torch.stack(pairs.split(scores)).sum(0).square()
-    stats = {"scores": Stat.of(scores), "scores_squared": Stat.of(scores.square())}
-    return LossOutput(pairs.mean(losses), stats | reward_stats(pairs, scores.detach()))
+
+    per = "group"
+    centre_coef: float = 0.0
+
+    def __call__(self, x: LossInput) -> LossOutput:
+        pairs, scores = read_pairs(x), x.require("scores").double()
+        z = pairs.difference(scores)
+        if "margin" in x.columns:
+            z = z - pairs.difference(x.columns["margin"])
+        losses = logistic(z)
+        if self.centre_coef:
+            losses = losses + self.centre_coef * torch.stack(pairs.split(scores)).sum(0).square()
+        stats = {"scores": Stat.of(scores), "scores_squared": Stat.of(scores.square())}
+        return LossOutput(pairs.mean(losses), stats | reward_stats(pairs, scores.detach()))
 
 
-bradley_terry.per = "group"
-
-
-def process_reward(x: LossInput) -> LossOutput:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessRewardLoss(Loss):
     """Cross entropy of P(+) with the column `label` at each judged position (2305.20050, 2312.08935).
 
     P(+) is the softmax over two tokens only: the column `candidates` [T, 2] holds the ids of + and -. A label is the
@@ -114,20 +124,23 @@ def process_reward(x: LossInput) -> LossOutput:
 
     Statistics: `accuracy` (P(+) on the label's side of ½; exactly ½ counts half), `nll`, and `positive`, the mean P(+).
     """
-    logprobs, label = x.require("candidate_logprobs").double(), x.require_column("label").double()
-    if (count := logprobs.shape[1]) != 2:
-        raise ValueError(f"process_reward compares 2 candidates, + and -; the column `candidates` has {count}")
-    if bool(((label < 0) | (label > 1)).any()):
-        worst = label[(label - 0.5).abs().argmax()].item()
-        raise ValueError(f"column `label` holds {worst:g}: a label is the probability that the step is right, 0 to 1")
-    z = logprobs[:, 0] - logprobs[:, 1]
-    nll = label * F.softplus(-z) + (1 - label) * F.softplus(z)
-    stats: Stats = {
-        "nll": Stat.of(nll),
-        "accuracy": accuracy((z * (label - 0.5)).detach()),
-        "positive": Stat.of(z.detach().sigmoid()),
-    }
-    return LossOutput(nll, stats)
 
+    needs = ("candidate_logprobs",)
 
-process_reward.needs = lambda **_: ("candidate_logprobs",)
+    def __call__(self, x: LossInput) -> LossOutput:
+        logprobs, label = x.require("candidate_logprobs").double(), x.require_column("label").double()
+        if (count := logprobs.shape[1]) != 2:
+            raise ValueError(f"process_reward compares 2 candidates, + and -; the column `candidates` has {count}")
+        if bool(((label < 0) | (label > 1)).any()):
+            worst = label[(label - 0.5).abs().argmax()].item()
+            raise ValueError(
+                f"column `label` holds {worst:g}: a label is the probability that the step is right, 0 to 1"
+            )
+        z = logprobs[:, 0] - logprobs[:, 1]
+        nll = label * F.softplus(-z) + (1 - label) * F.softplus(z)
+        stats: Stats = {
+            "nll": Stat.of(nll),
+            "accuracy": accuracy((z * (label - 0.5)).detach()),
+            "positive": Stat.of(z.detach().sigmoid()),
+        }
+        return LossOutput(nll, stats)

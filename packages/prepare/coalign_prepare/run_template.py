@@ -8,7 +8,7 @@ from string import Formatter
 from textwrap import wrap
 from typing import Any
 
-from coalign.backends.base import Objective
+from coalign.backends.base import build_objective
 from coalign.config import load
 from coalign.config.functions import list_classes
 from coalign.config.schema import ModelConfig
@@ -33,7 +33,7 @@ class RunTemplate:
         self.recipe = find_recipe(algorithm)
         self.defaults = self.recipe.defaults
         self.config = load({"algorithm": algorithm}, defaults=lambda _: self.defaults)
-        loss = Objective.of(self.config.loss, "loss") if self.config.loss else None
+        loss = build_objective(self.config.loss) if self.config.loss else None
         self.roles = self.recipe.roles(self.config, loss)
         self.models = {name: {} for name in self.roles if name != "reward"} | self.defaults.get("models", {})
         self.loaded = [name for name, model in self.models.items() if not model.keys() & {"like", "load"}]

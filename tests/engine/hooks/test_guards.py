@@ -8,7 +8,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from coalign import load_config
-from coalign.algorithms.losses import policy_gradient
+from coalign.algorithms.losses.policy import PolicyGradient
 from coalign.config.schema.rollout import GuardsConfig
 from coalign.config.schema.runtime import RuntimeConfig
 from coalign.engine.hooks.guards import METRICS, UNHEALTHY, _list_exceeded, _list_non_finite, read_dump
@@ -26,7 +26,7 @@ NAN = float("nan")
 
 def poisoned(x: LossInput, *, first: int = -1, last: int = -1) -> LossOutput:
     """NaN for the responses to a range of prompts, as they are counted in the run."""
-    out = policy_gradient(x)
+    out = PolicyGradient()(x)
     group = x.columns["group"][x.segment]
     bad = (group >= first) & (group <= last)
     return LossOutput(out.value * torch.where(bad, NAN, 1.0), out.stats)
@@ -35,7 +35,7 @@ def poisoned(x: LossInput, *, first: int = -1, last: int = -1) -> LossOutput:
 def fading(x: LossInput, *, start: float = 2.0) -> LossOutput:
     """Reports an entropy that is half a nat lower with every weight version."""
     entropy = start - 0.5 * x.columns["versions"].float()
-    return LossOutput(policy_gradient(x).value, {"entropy": Stat.of(entropy)})
+    return LossOutput(PolicyGradient()(x).value, {"entropy": Stat.of(entropy)})
 
 
 def configured(tmp_path: Path, loss: dict, algorithm: str = "grpo", **runtime) -> dict:

@@ -195,7 +195,8 @@ class MachineProbe:
     def _training_seconds(self, folder: Path, precision: str) -> float:
         import torch
 
-        from coalign.backends.base import Objective
+        from coalign.algorithms.losses.policy import PolicyGradient
+        from coalign.algorithms.objective import Objective
         from coalign.backends.hf.fsdp import FSDPModule
         from coalign.config.schema import ModelConfig
         from coalign.data.batch import Batch
@@ -206,7 +207,7 @@ class MachineProbe:
             load=str(folder), init="random", compute_dtype="float32" if precision == "fp32" else "bfloat16",
             max_tokens_per_micro=16384,
         )  # fmt: skip
-        trainer = FSDPModule(config, Context(loss=Objective("policy_gradient")))
+        trainer = FSDPModule(config, Context(loss=Objective(PolicyGradient())))
         trainer.setup()
         generator = torch.Generator().manual_seed(0)
         lengths = torch.tensor([PROMPT + answer for answer in ANSWERS] * GROUPS)
