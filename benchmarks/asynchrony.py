@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from coalign.backends.base import Module
-from coalign.backends.engines.contract import GenerationSession, InferenceEngine, OnToken
+from coalign.backends.engines.contract import GenerationSession, InferenceEngine
 from coalign.backends.engines.request import PartialResponse
 from coalign.backends.engines.rollout_module import RolloutModule
 from coalign.cluster.cluster import start_cluster
@@ -33,7 +33,7 @@ from coalign.cluster.future import BatchRef, Future, Outcome, Span
 from coalign.cluster.local import LocalCluster, LocalWorker
 from coalign.cluster.placement.slots import Slot
 from coalign.cluster.worker import Worker
-from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig, SamplingConfig
+from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.data.batch import Batch
 from coalign.engine.engine import Engine, Hook, RunData
 from coalign.launch.plan import Plan, PlannedModel
@@ -68,14 +68,12 @@ class SleepingSession(GenerationSession):
 class SleepingEngine(InferenceEngine):
     """Takes ``tick`` seconds for a token of every sequence."""
 
+    session_class = SleepingSession
     vocabulary, context = 10, None
 
     def __init__(self, tick: float) -> None:
         super().__init__()
         self.tick = tick
-
-    def _start_session(self, sampling: SamplingConfig, on_token: OnToken | None) -> SleepingSession:
-        return SleepingSession(self, sampling, on_token)
 
     def _load(self, weights: Iterable[tuple[str, Tensor]], *, adopt: bool) -> None:
         for _ in weights:

@@ -36,13 +36,11 @@ class CountingSession(GenerationSession):
 
 
 class CountingEngine(InferenceEngine):
+    session_class = CountingSession
     version = 3
     vocabulary, context = 100, None
     loses = -1
     loaded = ()
-
-    def _start_session(self, sampling, on_token):
-        return CountingSession(self, sampling, on_token)
 
     def _load(self, weights, *, adopt):
         self.loaded = [*weights]

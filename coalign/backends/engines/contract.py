@@ -156,6 +156,7 @@ class InferenceEngine(ABC):
     version = -1
     recomputes_kv = False
     end_tokens: frozenset[int] = frozenset()
+    session_class: type[GenerationSession]
     vocabulary: int
     context: int | None
 
@@ -166,10 +167,6 @@ class InferenceEngine(ABC):
         self.sessions: list[GenerationSession] = []  # those that are open
 
     # ---- what an engine implements
-
-    @abstractmethod
-    def _start_session(self, sampling: SamplingConfig, on_token: OnToken | None) -> GenerationSession:
-        """Start a session. Called while no weights are loaded."""
 
     @abstractmethod
     def _load(self, weights: Iterable[tuple[str, Tensor]], *, adopt: bool) -> None:
@@ -236,7 +233,7 @@ class InferenceEngine(ABC):
         ``on_token(group, index, token, logprob)`` is called for every token as it is chosen, on the thread that
         steps; what it raises, ``step`` raises."""
         with self.paused():
-            session = self._start_session(sampling, on_token)
+            session = self.session_class(self, sampling, on_token)
             self.sessions.append(session)
         return session
 

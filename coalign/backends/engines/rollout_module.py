@@ -14,11 +14,11 @@ from coalign.backends import lora, pretrained
 from coalign.backends.base import Module
 from coalign.backends.engines.contract import GenerationSession, InferenceEngine, OnToken
 from coalign.backends.engines.episodes import EpisodeBatch, EpisodeRunner
-from coalign.backends.engines.request import begin_generation, count_missing_groups, extend_samples, plan_requests
+from coalign.backends.engines.request import begin_samples, count_missing_groups, extend_samples, plan_requests
 from coalign.backends.engines.sampler_probe import begin_probe, check_difference, compute_logprobs, sample_probe
 from coalign.backends.engines.session_driver import Progress, ResponseTask, SessionDriver, generate_in_order
 from coalign.backends.pretrained import get_directory
-from coalign.config.schema import ModelConfig
+from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.data.batch import Batch
 from coalign.data.examples import RowLimit
 from coalign.memory import move_module
@@ -137,19 +137,22 @@ class RolloutModule(Module):
         episodes, RuntimeError while the loaded weights are incomplete.
         """
         self.ensure_weights()
-        usual = self.context.samples_per_prompt
-        unfinished, sampling = begin_generation(prompts, self.config.sampling, usual, samples=samples, **overrides)
+        unfinished, sampling = self._read(prompts, samples, **overrides)
         min_groups = None if min_complete is None else count_missing_groups(unfinished, min_complete)
-        if self.runner is None:
-            chunks = unfinished.split(parts, keep="group", by="sequences")
-            create = [partial(self._begin, samples=chunk, round_tokens=round_tokens) for chunk in chunks]
-            ready = generate_in_order(self.engine, sampling, create, progress, on_token, min_groups)
-            return (batch.result()[0] for batch in ready)
-        if parts > 1:
+        if self.runner is not None and parts > 1:
             key = f"models.{self.context.model}.parts_per_call"
             raise ValueError(f"{key}: episodes are handed over all at once; set it to 1")
-        create = [partial(self._begin, samples=unfinished, min_groups=min_groups)]
-        return (batch.result() for batch in generate_in_order(self.engine, sampling, create, progress, on_token))
+        begin = partial(self._begin, round_tokens=round_tokens, min_groups=min_groups)
+        create = [partial(begin, samples=chunk) for chunk in unfinished.split(parts, keep="group", by="sequences")]
+        ready = generate_in_order(self.engine, sampling, create, progress, on_token, min_groups)
+        results = (batch.result() for batch in ready)
+        return (out for out, _ in results) if self.runner is None else results
+
+    def _read(self, prompts: Batch, samples: int | None = None, **overrides: Any) -> tuple[Batch, SamplingConfig]:
+        """Return the samples to compute, and how they are sampled."""
+        count = self.context.samples_per_prompt if samples is None else samples
+        unfinished = prompts if "index" in prompts else begin_samples(prompts, count)
+        return unfinished, SamplingConfig(**{**self.config.sampling.model_dump(), **overrides})
 
     def _begin(
         self,
@@ -180,8 +183,7 @@ class RolloutModule(Module):
         for number, prompts, options in new:
             if number in self.rolling:
                 raise ValueError(f"batch {number} is being computed already")
-            usual = self.context.samples_per_prompt
-            samples, sampling = begin_generation(prompts, self.config.sampling, usual, **options)
+            samples, sampling = self._read(prompts, **options)
             self.rolling[number] = driver.begin(sampling, partial(self._begin, samples=samples))
         number = self._complete_one(driver, seconds)
         batch, stats = (None, {}) if number is None else self.rolling.pop(number).result()

@@ -6,7 +6,6 @@ A client makes a ``GenerationTask`` of what it wants, and lets a ``SessionDriver
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -21,7 +20,7 @@ from coalign.types import Response, Status
 Progress = Callable[[int, int, int], None]  # (responses finished, responses in all, tokens chosen)
 
 
-class GenerationTask(ABC):
+class GenerationTask:
     """What a client wants of a session. total: samples. finished: samples that have ended. complete_groups: groups of
     which no sample is missing, or was cut."""
 
@@ -34,12 +33,12 @@ class GenerationTask(ABC):
         """Whether nothing of the task is left to generate."""
         return self.finished == self.total
 
-    @abstractmethod
     def wait(self, seconds: float) -> None:
         """Wait until the task may ask for more tokens, at most ``seconds``. Called while it is not done and the engine
-        has nothing to compute. RuntimeError if it waits for responses: the engine has lost them."""
+        has nothing to compute. RuntimeError if it asks for nothing more: the engine has lost its responses."""
+        raise RuntimeError(f"the engine returned {self.finished} of {self.total} responses")
 
-    def stop(self) -> None:  # noqa: B027
+    def stop(self) -> None:
         """End what the task does beside the engine: its session is about to close."""
 
 
@@ -64,9 +63,6 @@ class ResponseTask(GenerationTask):
     @property
     def complete_groups(self) -> int:
         return sum(not samples for samples in self._incomplete.values())
-
-    def wait(self, seconds: float) -> None:
-        raise RuntimeError(f"the engine returned {self.finished} of {self.total} responses")
 
     def _record(self, group: int, responses: list[Any], offset: int, response: Response) -> None:
         responses[offset] = response

@@ -478,14 +478,12 @@ class _TransformersSession(GenerationSession):
 class _TransformersEngine(MetaModelEngine):
     """Generates with ``model``, with transformers' own cache. ``common``: the arguments of MetaModelEngine."""
 
+    session_class = _TransformersSession
     model: _TransformersModel
 
     def __init__(self, model: _TransformersModel, *, settings: TransformersConfig, **common: Any) -> None:
         super().__init__(model, **common)
         self.settings = settings
-
-    def _start_session(self, sampling: SamplingConfig, on_token: OnToken | None) -> _TransformersSession:
-        return _TransformersSession(self, sampling, on_token)
 
     def _load(self, weights: Iterable[tuple[str, Tensor]], *, adopt: bool) -> None:
         """Also raises ValueError for an architecture that fails _TransformersModel.probe."""

@@ -493,6 +493,7 @@ class NativeEngine(MetaModelEngine):
     ``is_invariant``, known once weights are loaded: a token has the same bits in any batch.
     """
 
+    session_class = _NativeSession
     model: NativeModel
     is_invariant = False
 
@@ -517,9 +518,6 @@ class NativeEngine(MetaModelEngine):
     @property
     def max_tokens(self) -> int | None:
         return min((limit for limit in (self.context, self.kv_tokens) if limit is not None), default=None)
-
-    def _start_session(self, sampling: SamplingConfig, on_token: OnToken | None) -> _NativeSession:
-        return _NativeSession(self, sampling, on_token)
 
     def _load(self, weights: Iterable[tuple[str, Tensor]], *, adopt: bool) -> None:
         """Also raises ValueError for an architecture that fails check_against_transformers."""

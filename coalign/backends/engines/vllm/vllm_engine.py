@@ -274,6 +274,8 @@ class VLLMEngine(InferenceEngine):
     for images, that vLLM cannot run.
     """
 
+    session_class = _VLLMSession
+
     def __init__(
         self,
         arguments: EngineArgs,
@@ -318,9 +320,6 @@ class VLLMEngine(InferenceEngine):
 
     def close(self) -> None:
         self.llm.engine_core.shutdown()
-
-    def _start_session(self, sampling: SamplingConfig, on_token: OnToken | None) -> _VLLMSession:
-        return _VLLMSession(self, sampling, on_token)
 
     def _load(self, weights: Iterable[tuple[str, Tensor]], *, adopt: bool) -> None:
         """Copy the weights: vLLM packs them in its own way."""

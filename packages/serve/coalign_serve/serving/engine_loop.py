@@ -105,9 +105,12 @@ class _RunningJob(GenerationTask):
             job.prompt, self.number, job.samples, limit=job.limit, stop=job.stop, images=job.images, stream=job.stream
         )
         self.submitted = session.submit(request, lambda index, response: self.end_answer(index, response.status))
+        if self.is_cut:  # by another thread, just now
+            self.submitted.cut = True
         return self
 
     def cut(self) -> None:
+        """End the answers as they are; any thread may call this."""
         self.is_cut = True
         if self.submitted is not None:
             self.submitted.cut = True
@@ -120,18 +123,14 @@ class _RunningJob(GenerationTask):
         self.finished = self.total
         self.on_event(JobFailure(problem, is_refused))
 
-    def wait(self, seconds: float) -> None:
-        raise RuntimeError("the engine lost responses")
-
 
 class EngineLoop(CompletionEngine):
     """Computes jobs with a policy's module in this process, on a thread of its own. The module has its weights."""
 
     def __init__(self, module: RolloutModule) -> None:
         self._module = module
-        self._news = threading.Condition()  # guards the next four
+        self._news = threading.Condition()  # guards the next three
         self._arrived: list[_RunningJob] = []
-        self._cut: list[_RunningJob] = []
         self._number = 0
         self._is_closing = False
         self._driver = SessionDriver(module.engine, self._report, max_sessions=OPEN_SESSIONS)
@@ -148,13 +147,7 @@ class EngineLoop(CompletionEngine):
             running = _RunningJob(self._number, job, on_event)
             self._arrived.append(running)
             self._news.notify()
-
-        def cut() -> None:
-            with self._news:
-                self._cut.append(running)
-                self._news.notify()
-
-        return cut
+        return running.cut
 
     @property
     def failure(self) -> str | None:
@@ -181,17 +174,13 @@ class EngineLoop(CompletionEngine):
             self._module.close()
 
     def _take_news(self) -> bool:
-        """Take jobs that have arrived or were cut; wait for some if there is nothing to compute. False: closing."""
+        """Take jobs that have arrived; wait for some if there is nothing to compute. False: closing."""
         with self._news:
             busy = bool(self._waiting or self._jobs)
-            self._news.wait_for(lambda: busy or self._arrived or self._cut or self._is_closing)
+            self._news.wait_for(lambda: busy or self._arrived or self._is_closing)
             self._waiting += self._arrived
             self._arrived = []
-            cut, self._cut = self._cut, []
-            closing = self._is_closing
-        for running in cut:
-            running.cut()
-        return not closing
+            return not self._is_closing
 
     def _begin_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
