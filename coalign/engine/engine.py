@@ -29,7 +29,7 @@ from coalign.engine.progress import Progress
 from coalign.engine.reference import BaseWeights
 from coalign.engine.reward import Reward
 from coalign.engine.rollouts.selection import build_group_selection
-from coalign.engine.rollouts.unfinished import choose_rollouts
+from coalign.engine.rollouts.unfinished import CompleteGroups, UnfinishedGroups
 from coalign.roles import Rollout, Scorer
 from coalign.types import Stats, Total, merge_stats
 from coalign.weights.sync.sync import WeightSync
@@ -208,7 +208,9 @@ class Engine:
         self.phase_listeners: list[Callable[[str], None]] = []  # called with what the loop waits for
         self.learning = [model.name for model in plan.learning]  # the main one, the run's product, first
         self.sections_read: set[str] = set()  # sections that the flows have read
-        self.unfinished = choose_rollouts(cluster, self.config.rollout, self.config.runtime.samples_per_prompt)
+        rollout = self.config.rollout
+        rollouts = UnfinishedGroups if rollout.round_tokens is not None or rollout.oversample > 1 else CompleteGroups
+        self.unfinished = rollouts(cluster, rollout, self.config.runtime.samples_per_prompt)
         self.running = self._start_models()
         self.rewards: Reward | None = None  # the sum behind self.reward
         models: dict[str, Any] = self.running | {

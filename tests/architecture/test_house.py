@@ -19,12 +19,12 @@ from tests.architecture.test_imports import COMPANION_FILES, FILES, PACKAGE, nam
 # Lines that a room may have. A change that needs more moves or removes something, or raises the budget and says why.
 BUDGETS = {
     "algorithms": 2_325,
-    "backends": 11_540,
+    "backends": 11_460,
     "cli": 495,
     "cluster": 6_475,
     "config": 3_320,
     "data": 5_945,
-    "engine": 6_100,
+    "engine": 6_115,
     "environments": 1_640,
     "launch": 1_990,
     "processes": 845,
@@ -35,7 +35,7 @@ BUDGETS = {
     "weights": 2_060,
     "": 2_860,  # modules beside the rooms
 }
-CORE_FILES, CORE_LINES = 290, 49_600
+CORE_FILES, CORE_LINES = 290, 49_535
 # Words that stand for a noun in a name: `found` for the nodes that were found.
 FILLERS = {
     *("found", "part", "parts", "each", "own", "kind", "kinds", "place", "places", "whole", "late", "begun", "most"),

@@ -25,31 +25,25 @@ from coalign.engine.rollouts.journal import list_groups
 from coalign.types import Max, Stats, Status, Total
 
 if TYPE_CHECKING:
-    from coalign.cluster.batch_shards import ShardRecord
     from coalign.cluster.cluster import Cluster
     from coalign.cluster.dist import DistModel
     from coalign.roles import Rollout
 
 
 class CompleteGroups:
-    """Generates for `env_flow` in a run whose rollouts end with the last sample: nothing is left for the next one.
-
-    oldest_version, min_complete: what the next rollout is told, of the age of samples that it continues, and of the
-    share of groups that ends it.
-    """
+    """Generates for `env_flow` in a run whose rollouts leave nothing for the next one."""
 
     active = False  # whether a rollout may leave something unfinished
     continues = False  # whether the next rollout continues unfinished groups
-    continued_groups = 0  # how many
+    continued_groups = 0  # how many it continues
+    oldest_version = 0  # groups with older tokens than this are given up
+    min_complete: float | None = None  # the share of groups that ends the next rollout
+    rolling_out = False  # whether `env_flow` is running
+    finished: FinishedRollouts | None = None
 
     def __init__(self, cluster: Cluster, config: RolloutConfig, samples: int) -> None:
-        self.cluster = cluster
-        self.config = config
+        self.cluster, self.config = cluster, config
         self.samples = samples  # per prompt
-        self.oldest_version = 0
-        self.min_complete: float | None = None
-        self.rolling_out = False  # whether `env_flow` is running
-        self.finished: FinishedRollouts | None = None
 
     def reuse(self, finished: FinishedRollouts) -> None:
         """Keep what calls of ``generate`` return there, and take from there what an earlier run has generated."""
@@ -61,11 +55,9 @@ class CompleteGroups:
 
     def generate(self, policy: DistModel[Rollout], prompts: BatchRef | Future, **sampling: Any) -> Future:
         """Generate for ``prompts``; the result holds complete groups."""
-        record: ShardRecord | None = None
         if policy.config.spread_samples:  # over replicas, which splits groups
-            prompts = self.cluster.transform(begin_samples, prompts, samples=self.samples)
-        elif self.finished is not None:
-            record = self.finished.open_call(sampling)
+            return policy.generate(self.cluster.transform(begin_samples, prompts, samples=self.samples), **sampling)
+        record = None if self.finished is None else self.finished.open_call(sampling)
         return policy.generate(prompts, record=record, **sampling)
 
     @contextmanager
@@ -79,17 +71,13 @@ class CompleteGroups:
 
     def snapshot(self) -> BatchRef | Future | None:
         """Return a reference to the unfinished groups, of which the current rollout may not have ended."""
-        return None
 
     def restore(self, unfinished: Batch | None) -> None:
         """Continue with these unfinished groups."""
 
 
 class UnfinishedGroups(CompleteGroups):
-    """Keeps the groups that a rollout of the policy leaves unfinished, for the next one.
-
-    Only ``continued_groups`` waits for a rollout under way.
-    """
+    """Keeps the groups that a rollout of the policy leaves unfinished. ``continued_groups`` alone waits for it."""
 
     active = True
 
@@ -101,14 +89,13 @@ class UnfinishedGroups(CompleteGroups):
 
     @property
     def continued_groups(self) -> int:
-        if self._unfinished is None:
-            return 0
-        ref: BatchRef = self.cluster.resolve(self._unfinished)
-        return len(torch.unique(ref.group)) if len(ref) else 0
+        return len(self._list_groups())
 
     def list_continued(self) -> set[int] | None:
-        if isinstance(self._unfinished, Future) and not self._unfinished.done():
-            return None
+        is_running = isinstance(self._unfinished, Future) and not self._unfinished.done()
+        return None if is_running else self._list_groups()
+
+    def _list_groups(self) -> set[int]:
         return set() if self._unfinished is None else set(list_groups(self.cluster.resolve(self._unfinished).group))
 
     def generate(self, policy: DistModel[Rollout], prompts: BatchRef | Future, **sampling: Any) -> Future:
@@ -119,9 +106,8 @@ class UnfinishedGroups(CompleteGroups):
             prompts = self.cluster.transform(_continue_groups, self._unfinished, prompts, **options)
         elif policy.config.spread_samples:
             prompts = self.cluster.transform(begin_samples, prompts, samples=self.samples)
-        out = policy.generate(
-            prompts, round_tokens=self.config.round_tokens, min_complete=self.min_complete, **sampling
-        )
+        limits = {"round_tokens": self.config.round_tokens, "min_complete": self.min_complete}
+        out = policy.generate(prompts, **limits, **sampling)
         if self.continues:
             self._unfinished = self.cluster.transform(_unfinished_groups, out)
         return self.cluster.transform(_complete_groups, out, continues=self.continues)
@@ -143,12 +129,6 @@ class UnfinishedGroups(CompleteGroups):
 
     def restore(self, unfinished: Batch | None) -> None:
         self._unfinished = None if unfinished is None else self.cluster.put(unfinished)
-
-
-def choose_rollouts(cluster: Cluster, config: RolloutConfig, samples: int) -> CompleteGroups:
-    """Return what `self.policy.generate` does in `env_flow`, with ``samples`` of each prompt."""
-    leaves_unfinished = config.round_tokens is not None or config.oversample > 1
-    return (UnfinishedGroups if leaves_unfinished else CompleteGroups)(cluster, config, samples)
 
 
 def _continue_groups(unfinished: Batch, prompts: Batch, *, samples: int, oldest_version: int) -> tuple[Batch, Stats]:
@@ -190,10 +170,7 @@ def _count_dropped(samples: Batch, why: str) -> Stats:
 
 def _find_unfinished(samples: Batch) -> Tensor:
     """Return bool[N]: whether the sample's group has an unfinished one."""
-    groups, member = torch.unique(samples["group"], return_inverse=True)
-    waiting = torch.zeros(len(groups), dtype=torch.bool)
-    waiting[member[samples["status"] == Status.PARTIAL]] = True
-    return waiting[member]
+    return torch.isin(samples["group"], samples["group"][samples["status"] == Status.PARTIAL])
 
 
 def find_oldest_versions(batch: Batch, *, default: int) -> Tensor:
