@@ -36,22 +36,60 @@ class EpisodesFailed(RuntimeError):
     """Every episode of a batch failed."""
 
 
-class _EnginePolicy:
-    """Answers the turns of episodes by requests to a session. ``longest``: the most tokens of a sample that later
-    models can read."""
+class EpisodeBatch(GenerationTask):
+    """The episodes of a batch while they are played, and the policy that answers their turns by requests to a session.
+
+    ``samples`` have no response yet. Once ``min_groups`` groups are complete, the episodes of the others end as they
+    are (PARTIAL).
+    """
 
     def __init__(
-        self,
-        session: GenerationSession,
-        tokenizer: PreTrainedTokenizerBase,
-        loop: EnvironmentLoop,
-        longest: int | None,
+        self, runner: EpisodeRunner, session: GenerationSession, samples: Batch, min_groups: int | None
     ) -> None:
-        self.session, self.tokenizer, self.loop = session, tokenizer, loop
+        self.runner, self.session, self.samples = runner, session, samples
         self.experts: dict[tuple[int, int], Tensor | None] = {}  # (group, index) -> those of all turns so far
         self.tokens_prefilled = self.tokens_kept = 0  # prompt tokens, summed over all turns
-        limits = (session.engine.max_tokens, longest)
+        limits = (session.engine.max_tokens, runner.longest)
         self.capacity = min((limit for limit in limits if limit is not None), default=None)
+        self.episodes = runner.create_episodes(samples, session.sampling, self)
+        self.total = len(self.episodes)
+        self.running = EnvironmentBatch(runner.loop, runner.environment, self.episodes, min_groups)
+
+    # ---- for the thread that steps
+
+    @property
+    def finished(self) -> int:
+        return self.running.finished
+
+    @property
+    def done(self) -> bool:
+        return self.running.done
+
+    def wait(self, seconds: float) -> None:
+        """Raises EnvironmentBlocked if an environment holds up the others."""
+        self.running.wait(seconds)
+
+    def stop(self) -> None:
+        self.running.stop()
+
+    def result(self) -> tuple[Batch, Stats]:
+        """Return the samples of episodes that are done, and their statistics. Raises EpisodesFailed, with the
+        environment's own exception as cause, if all failed."""
+        calls, engine = self.running.calls, self.session.engine
+        self.runner.report_failures(calls)
+        prefill = {
+            "episode/tokens_prefilled": Stat(self.tokens_prefilled, len(self.episodes)),
+            "episode/tokens_kept": Stat(self.tokens_kept, len(self.episodes)),
+        }
+        out = _to_batch(self.samples, self.episodes)
+        if self.runner.reads_images:
+            out = out.with_(images=[tuple(episode.images) for episode in self.episodes])
+        if engine.experts is not None:
+            experts = [self.experts.get((episode.group, episode.index)) for episode in self.episodes]
+            out = out.with_(routed_experts=stack_experts(experts, out.lengths.tolist(), engine.experts))
+        return out, {**_merge_episode_stats(calls), **prefill}
+
+    # ---- for the episodes, on their event loop
 
     async def respond(
         self,
@@ -75,7 +113,7 @@ class _EnginePolicy:
         options: dict[str, Any] = {"limit": limit, "stop": stop, "images": images, "restarts": restarts}
         request = Request(tokens, group, first=index, first_turn=prompt_length, **options)
         prompt = self.session.submit(request, lambda offset, response: loop.call_soon_threadsafe(settle, response))
-        self.loop.news.set()
+        self.runner.loop.news.set()
         try:
             response = await answer
             self.experts[group, index] = response.experts
@@ -92,60 +130,13 @@ class _EnginePolicy:
         self.session.forget(group, index)
 
     def decode(self, tokens: Sequence[int], *, special: bool) -> str:
-        text = self.tokenizer.decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
-        return cast(str, text)
-
-
-class EpisodeBatch(GenerationTask):
-    """The episodes of a batch while they are played. ``samples`` have no response yet.
-
-    Once ``min_groups`` groups are complete, the episodes of the others end as they are (PARTIAL).
-    """
-
-    def __init__(
-        self, runner: EpisodeRunner, session: GenerationSession, samples: Batch, min_groups: int | None
-    ) -> None:
-        self.runner, self.engine, self.samples = runner, session.engine, samples
-        self.policy = _EnginePolicy(session, runner.tokenizer, runner.loop, runner.longest)
-        self.episodes = runner.create_episodes(samples, session.sampling, self.policy)
-        self.total = len(self.episodes)
-        self.running = EnvironmentBatch(runner.loop, runner.environment, self.episodes, min_groups)
-
-    @property
-    def finished(self) -> int:
-        return self.running.finished
-
-    @property
-    def done(self) -> bool:
-        return self.running.done
-
-    def wait(self, seconds: float) -> None:
-        """Raises EnvironmentBlocked if an environment holds up the others."""
-        self.running.wait(seconds)
-
-    def stop(self) -> None:
-        self.running.stop()
-
-    def result(self) -> tuple[Batch, Stats]:
-        """Return the samples of episodes that are done, and their statistics. Raises EpisodesFailed, with the
-        environment's own exception as cause, if all failed."""
-        calls, policy, engine = self.running.calls, self.policy, self.engine
-        self.runner.report_failures(calls)
-        prefill = {
-            "episode/tokens_prefilled": Stat(policy.tokens_prefilled, len(self.episodes)),
-            "episode/tokens_kept": Stat(policy.tokens_kept, len(self.episodes)),
-        }
-        out = _to_batch(self.samples, self.episodes)
-        if self.runner.reads_images:
-            out = out.with_(images=[tuple(episode.images) for episode in self.episodes])
-        if engine.experts is not None:
-            experts = [policy.experts.get((episode.group, episode.index)) for episode in self.episodes]
-            out = out.with_(routed_experts=stack_experts(experts, out.lengths.tolist(), engine.experts))
-        return out, {**_merge_episode_stats(calls), **prefill}
+        options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
+        return cast(str, self.runner.tokenizer.decode(list(tokens), **options))
 
 
 class EpisodeRunner:
-    """Plays the environment of a policy. ``placeholders``: what images become, of a policy that sees."""
+    """Plays the environment of a policy. ``placeholders``: what images become, of a policy that sees. longest: the most
+    tokens of a sample that later models can read."""
 
     def __init__(
         self,
@@ -167,7 +158,7 @@ class EpisodeRunner:
     def close(self) -> None:
         self.loop.close()
 
-    def create_episodes(self, samples: Batch, sampling: SamplingConfig, policy: _EnginePolicy) -> list[Episode]:
+    def create_episodes(self, samples: Batch, sampling: SamplingConfig, policy: EpisodeBatch) -> list[Episode]:
         """Create the episodes of samples without a response. Raises ValueError for samples that have one."""
         if not torch.equal(samples.lengths, samples["prompt_length"].long()):
             name = getattr(self.environment.fn, "__name__", "")
