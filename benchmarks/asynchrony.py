@@ -16,8 +16,7 @@ import argparse
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,8 @@ import torch
 from torch import Tensor
 
 from coalign.backends.base import Module
-from coalign.backends.engines.contract import GenerationSession, InferenceEngine, OnToken
-from coalign.backends.engines.request import OnDone, PartialResponse, Request, SubmittedRequest
+from coalign.backends.engines.contract import GenerationSession, InferenceEngine
+from coalign.backends.engines.request import PartialResponse
 from coalign.backends.engines.rollout_module import RolloutModule
 from coalign.cluster.cluster import start_cluster
 from coalign.cluster.dist import DistActor
@@ -34,42 +33,20 @@ from coalign.cluster.future import BatchRef, Future, Outcome, Span
 from coalign.cluster.local import LocalCluster, LocalWorker
 from coalign.cluster.placement.slots import Slot
 from coalign.cluster.worker import Worker
-from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig, SamplingConfig
+from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.data.batch import Batch
 from coalign.engine.engine import Engine, Hook, RunData
 from coalign.launch.plan import Plan, PlannedModel
 from coalign.roles import Context, Rollout, Trainable
-from coalign.types import Stats, Status, Total
+from coalign.types import Stats, Total
 
 TICK = 0.005  # seconds of a decoding step of a fast replica
 SLOWER = 4  # times, the first of several replicas
 
 
 class SleepingSession(GenerationSession):
-    def __init__(self, engine: SleepingEngine, sampling: SamplingConfig) -> None:
-        super().__init__(None)
-        self.engine, self.sampling = engine, sampling
-        self.active: list[PartialResponse] = []
-
-    @property
-    def unfinished(self) -> bool:
-        return bool(self.active)
-
-    @property
-    def unstarted(self) -> int:
-        return 0
-
-    def submit(self, request: Request, on_done: OnDone) -> SubmittedRequest:
-        submitted = SubmittedRequest.plan(request, self.sampling, on_done, vocabulary=10, context=None)
-        self.requeue([submitted])
-        return submitted
-
-    def requeue(self, requests: Sequence[SubmittedRequest]) -> None:
-        for each in requests:
-            self.active += [PartialResponse(each, place, None) for place in range(each.request.samples)]
-
-    def cut_all(self) -> None:
-        self.cut(*(response.submitted for response in self.active))
+    engine: SleepingEngine
+    active: list[PartialResponse] = []
 
     def take_active(self) -> list[PartialResponse]:
         active, self.active = self.active, []
@@ -77,25 +54,26 @@ class SleepingSession(GenerationSession):
 
     def step(self) -> None:
         time.sleep(self.engine.tick)
-        ended: list[tuple[PartialResponse, Status]] = []
-        for response in self.active:
-            if (status := response.add(1, 0.0, self.engine.version, frozenset())) is not None:
-                ended.append((response, status))
-        self.active = [response for response in self.active if all(response is not done for done, _ in ended)]
-        for response, status in ended:
-            response.submitted.on_done(response.offset, response.response(status))
+        self.waiting += self.arrived
+        self.arrived.clear()
+        started = [PartialResponse(each, place, None) for each in self.waiting for place in range(each.request.samples)]
+        self.waiting.clear()
+        statuses = [(response, self.record(response, 1, 0.0)) for response in [*self.active, *started]]
+        self.active = [response for response, status in statuses if status is None]
+        for response, status in statuses:
+            if status is not None:
+                self.finish(response, status)
 
 
 class SleepingEngine(InferenceEngine):
     """Takes ``tick`` seconds for a token of every sequence."""
 
+    session_class = SleepingSession
+    vocabulary, context = 10, None
+
     def __init__(self, tick: float) -> None:
         super().__init__()
         self.tick = tick
-
-    @contextmanager
-    def _start_session(self, sampling: SamplingConfig, on_token: OnToken | None) -> Iterator[SleepingSession]:
-        yield SleepingSession(self, sampling)
 
     def _load(self, weights: Iterable[tuple[str, Tensor]], *, adopt: bool) -> None:
         for _ in weights:
@@ -169,7 +147,7 @@ class Flow(Engine):
     sync = [("trainer", "policy")]
 
     def env_flow(self, prompts: BatchRef) -> Any:
-        return self.generate(prompts)
+        return self.policy.generate(prompts)
 
     def train_flow(self, batch: BatchRef) -> Any:
         return self.trainer.train_step(batch, seconds=self.seconds)

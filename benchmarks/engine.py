@@ -87,6 +87,7 @@ def _coalign(folder: str, prompts: Prompts, args: argparse.Namespace) -> Callabl
     from coalign.backends.engines.native.native_engine import NativeEngine
     from coalign.backends.engines.native.native_model import NativeModel
     from coalign.backends.engines.request import Request
+    from coalign.backends.engines.session_driver import generate_responses
     from coalign.config.schema import SamplingConfig
 
     model = _load(folder)
@@ -101,7 +102,7 @@ def _coalign(folder: str, prompts: Prompts, args: argparse.Namespace) -> Callabl
     )
     engine.load_weights(model.named_parameters(), version=0, adopt=True)
     sampling = SamplingConfig(max_new_tokens=args.new)
-    return lambda: next(engine.generate([Request(p, i, args.samples) for i, p in enumerate(prompts)], sampling))
+    return lambda: generate_responses(engine, [Request(p, i, args.samples) for i, p in enumerate(prompts)], sampling)
 
 
 def _transformers(folder: str, prompts: Prompts, args: argparse.Namespace) -> Callable[[], object]:

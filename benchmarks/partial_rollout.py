@@ -29,7 +29,7 @@ from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.batch import Batch
 from coalign.engine.environment import Environment
 from coalign.engine.rollouts.selection import build_group_selection
-from coalign.engine.rollouts.unfinished import UnfinishedGroups
+from coalign.engine.rollouts.unfinished import CompleteGroups, UnfinishedGroups
 from coalign.launch.plan import Plan, find_recipe
 from coalign.roles import Context
 
@@ -103,7 +103,9 @@ def measure(args: argparse.Namespace, model: Path, rollout: dict[str, Any]) -> d
     with LocalCluster(config) as cluster:
         context = Context(samples_per_prompt=args.samples, tokenizer=str(model), threads=args.threads)
         running = cluster.spawn("policy", policy, context)
-        loader, unfinished = Prompts(), UnfinishedGroups(cluster, config.rollout, args.samples)
+        is_partial = config.rollout.round_tokens is not None or config.rollout.oversample > 1
+        rollouts = UnfinishedGroups if is_partial else CompleteGroups
+        loader, unfinished = Prompts(), rollouts(cluster, config.rollout, args.samples)
         flow = lambda prompts: unfinished.generate(running, prompts)  # noqa: E731
         selection = build_group_selection(Plan(config, find_recipe("grpo"), {}, {}), cluster, loader)
         options = {"max_staleness": 0, "last": args.steps, "on_wait": lambda: None}

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 import torch
 
@@ -29,7 +29,7 @@ from coalign.engine.progress import Progress
 from coalign.engine.reference import BaseWeights
 from coalign.engine.reward import Reward
 from coalign.engine.rollouts.selection import build_group_selection
-from coalign.engine.rollouts.unfinished import UnfinishedGroups
+from coalign.engine.rollouts.unfinished import CompleteGroups, UnfinishedGroups
 from coalign.roles import Rollout, Scorer
 from coalign.types import Stats, Total, merge_stats
 from coalign.weights.sync.sync import WeightSync
@@ -208,7 +208,9 @@ class Engine:
         self.phase_listeners: list[Callable[[str], None]] = []  # called with what the loop waits for
         self.learning = [model.name for model in plan.learning]  # the main one, the run's product, first
         self.sections_read: set[str] = set()  # sections that the flows have read
-        self.unfinished = UnfinishedGroups(cluster, self.config.rollout, self.config.runtime.samples_per_prompt)
+        rollout = self.config.rollout
+        rollouts = UnfinishedGroups if rollout.round_tokens is not None or rollout.oversample > 1 else CompleteGroups
+        self.unfinished = rollouts(cluster, rollout, self.config.runtime.samples_per_prompt)
         self.running = self._start_models()
         self.rewards: Reward | None = None  # the sum behind self.reward
         models: dict[str, Any] = self.running | {
@@ -285,6 +287,10 @@ class Engine:
         samples = self.config.runtime.eval_samples
         out = self.policy.generate(prompts, samples=samples, **self.eval_sampling)
         return self.apply(score, out, self.reward.forward_step(out), prompts=len(prompts), samples=samples)
+
+    def generate(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse a flow of an earlier version."""
+        raise TypeError(f"{type(self).__name__}: `self.generate` is gone; call `self.policy.generate(prompts)`")
 
     def after_step(self, stats: Stats) -> None:
         """Adapt the state that the recipe keeps from step to step (a KL coefficient, say)."""

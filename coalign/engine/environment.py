@@ -29,7 +29,7 @@ from coalign.engine.rollouts.events import CollectedBundle, RolloutEvents
 from coalign.engine.rollouts.journal import list_groups
 from coalign.engine.rollouts.pool import GroupPool, ReadyGroups, count_groups
 from coalign.engine.rollouts.selection import GroupSelection, filter_groups, pass_rates, response_lengths
-from coalign.engine.rollouts.unfinished import UnfinishedGroups
+from coalign.engine.rollouts.unfinished import CompleteGroups
 from coalign.types import Stat, Stats, Total, merge_stats
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Environment:
         cluster: Cluster,
         flow: Callable[[BatchRef], Future],
         loader: Loader,
-        unfinished: UnfinishedGroups,
+        unfinished: CompleteGroups,
         selection: GroupSelection,
         *,
         max_staleness: int,

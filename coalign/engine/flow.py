@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from coalign.cluster.cluster import Cluster
     from coalign.cluster.dist import DistModel
     from coalign.data.loader import Loader
-    from coalign.engine.rollouts.unfinished import UnfinishedGroups
+    from coalign.engine.rollouts.unfinished import CompleteGroups
     from coalign.roles import Rollout, Trainable
 
 
@@ -22,7 +22,7 @@ class RolloutPolicy:
     A call that names ``samples``, and a call in any other flow, generates complete groups of its prompts.
     """
 
-    def __init__(self, model: DistModel[Rollout], unfinished: UnfinishedGroups) -> None:
+    def __init__(self, model: DistModel[Rollout], unfinished: CompleteGroups) -> None:
         self._model, self._unfinished = model, unfinished
 
     def generate(self, prompts: BatchRef | Future, **sampling: Any) -> Future:

@@ -24,7 +24,7 @@ BUDGETS = {
     "cluster": 6_475,
     "config": 3_320,
     "data": 5_945,
-    "engine": 6_100,
+    "engine": 6_115,
     "environments": 1_640,
     "launch": 1_990,
     "processes": 845,

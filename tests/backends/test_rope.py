@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from coalign.backends.attention import register_attention
 from coalign.backends.engines.request import Request
+from coalign.backends.engines.session_driver import generate_responses
 from coalign.backends.engines.vllm.vllm_module import VLLMModule
 from coalign.backends.hf.heads import LanguageModel
 from coalign.backends.pretrained import read_config, read_context_length, read_rope_limit
@@ -78,13 +79,13 @@ def test_the_native_engine_ends_sequences_at_the_limit(path):
     engine = helpers.engine(model)
     prompts = [Request([3, 1, 4], 0, 1), Request(list(range(LIMIT - 2)), 1, 1)]
     sampling = helpers.replace(helpers.SAMPLING, max_new_tokens=2 * LIMIT)
-    responses = helpers.flat(next(engine.generate(prompts, sampling)))
+    responses = helpers.flat(generate_responses(engine, prompts, sampling))
     assert [len(response.tokens) for response in responses] == [LIMIT - 3, 2]
     for request, response in zip(prompts, responses, strict=True):
         expected = helpers.reference_logprobs(model, request.prompt, response.tokens)
         torch.testing.assert_close(response.logprobs, expected, atol=1e-4, rtol=0)
     with pytest.raises(ValueError, match=f"has {LIMIT} tokens; the model's context is {LIMIT}"):
-        next(engine.generate([Request([1] * LIMIT, 0, 1)], helpers.SAMPLING))
+        generate_responses(engine, [Request([1] * LIMIT, 0, 1)], helpers.SAMPLING)
 
 
 def test_vllm_may_not_get_longer_sequences(path):

@@ -29,8 +29,7 @@ LOOK = 1e-9  # seconds: one step
 @pytest.fixture
 def policy(engine, directory):
     """The engine with version 0 of the weights, and nothing to compute."""
-    if engine.continuous is not None:
-        engine.continuous.close()
+    engine.stop_rolling()
     engine.engine.recomputes_kv = engine.context.recompute_kv
     engine.load_weights(load(directory).named_parameters(), version=0)
     return engine
@@ -66,15 +65,15 @@ def test_batches_that_arrive_at_different_times_are_those_of_generate(policy):
     assert (number, stats, waiting) == (1, {}, 0)  # the shortest
     equal(policy, batch, greedy)
     assert not batch["tokens"].is_inference() and not batch["rollout_logprobs"].is_inference()
-    assert len(policy.engine.sessions) == 2 and policy.continuous.unfinished
+    assert len(policy.engine.sessions) == 2 and policy.rolling
     found = collect(policy)
     assert sorted(found) == [2, 3]
     equal(policy, found[3][0], expected[0])
     equal(policy, found[2][0], expected[1])
-    assert policy.roll([], 60.0) == (None, None, {}, 0) and not policy.continuous.unfinished
+    assert policy.roll([], 60.0) == (None, None, {}, 0) and not policy.rolling
     policy.roll([(0, parts[0], {})], LOOK)
     assert len(policy.engine.sessions) == 1  # the other one had no batch
-    policy.continuous.close()
+    policy.stop_rolling()
     assert not policy.engine.sessions
 
 
@@ -113,7 +112,7 @@ def test_weights_change_between_two_slices(policy, directory, recompute):
     old, new = load(directory), other_weights(directory)
     undisturbed = policy.generate(prompts())
     for _ in range(6):
-        policy.roll([(0, prompts(), {})] if policy.continuous is None or not policy.continuous.unfinished else [], LOOK)
+        policy.roll([(0, prompts(), {})] if not policy.rolling else [], LOOK)
     policy.load_weights(new.named_parameters(), version=1)
     [(out, _)] = collect(policy).values()
     assert policy.engine.version == 1
@@ -228,7 +227,7 @@ def test_an_environment_that_blocks_is_named_though_slices_are_short(directory, 
     with pytest.raises(EnvironmentBlocked, match=r"time\.sleep"):
         for _ in range(1000):
             assert policy.roll([], 0.05)[0] is None
-    assert not policy.engine.sessions and not policy.continuous.unfinished
+    assert not policy.engine.sessions and not policy.rolling
     policy.close()
 
 

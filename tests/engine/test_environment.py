@@ -15,7 +15,7 @@ from coalign.data.batch import Batch
 from coalign.engine.environment import MAX_BUNDLES_PER_STEP, Environment
 from coalign.engine.rollouts.bundle import Bundle
 from coalign.engine.rollouts.selection import GroupSelection
-from coalign.engine.rollouts.unfinished import UnfinishedGroups
+from coalign.engine.rollouts.unfinished import CompleteGroups
 from coalign.types import EffectiveSize, Max, Stat, Total, merge_stats
 
 
@@ -60,7 +60,7 @@ def build(cluster, staleness=0, last=10, flow=None, batch_size=4, **selection):
         return flow(prompts) if flow else prompts
 
     selection = GroupSelection(max_age=staleness, **selection)
-    unfinished = UnfinishedGroups(cluster, RolloutConfig(), samples=1)
+    unfinished = CompleteGroups(cluster, RolloutConfig(), samples=1)
     options = {"max_staleness": staleness, "last": last, "on_wait": lambda: None}
     environment = Environment(cluster, note, Prompts(batch_size), unfinished, selection, **options)
 

@@ -76,6 +76,11 @@ class Twice(GRPO):
         return self.join(out, self.reward.forward_step(out)) if again else out
 
 
+class OfEarlierVersion(GRPO):
+    def env_flow(self, prompts):
+        return self.generate(prompts)
+
+
 def by_reward(reward, loss_mask, segment):
     return {"advantages": reward[segment].masked_fill(~loss_mask, 0.0)}
 
@@ -142,6 +147,11 @@ def test_a_flow_that_cannot_go_on_with_samples_is_refused_before_anything_loads(
     config = load_config(configure(tmp_path, f"{HERE}Twice", rollout={"round_tokens": 3}))
     with pytest.raises(ValueError, match=r"calls `self\.policy\.generate\(prompts\)` once; this one calls it 2 times"):
         trace(prepare(config))
+
+
+def test_a_flow_of_an_earlier_version_is_told_how_to_generate(tmp_path):
+    with pytest.raises(TypeError, match=r"OfEarlierVersion: .* call `self\.policy\.generate\(prompts\)`"):
+        trace(prepare(load_config(configure(tmp_path, f"{HERE}OfEarlierVersion"))))
 
 
 @pytest.mark.parametrize("page", ["README.md", "README.zh.md"])

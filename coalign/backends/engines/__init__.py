@@ -1,7 +1,7 @@
 """Generation engines: they compute the tokens of a policy. Open contract.py first.
 
-contract.py: InferenceEngine and GenerationSession, what every engine implements. rollout_module.py: RolloutModule, the
-policy module around an engine. continuous.py: generation that goes on between two calls of the worker. request.py and
-sampling.py: requests and samples, token draws. episodes.py: environments. native/, vllm/ and transformers.py: the three
-engines. meta_model.py: the model of those that compute in this process.
+contract.py: InferenceEngine and GenerationSession, what every engine implements. session_driver.py: SessionDriver,
+which steps sessions for all that generates. rollout_module.py: RolloutModule, the policy module around an engine.
+request.py and sampling.py: requests and samples, token draws. episodes.py: environments. native/, vllm/ and
+transformers.py: the three engines. meta_model.py: the model of those that compute in this process.
 """

@@ -1,62 +1,98 @@
 """The contract of a generation engine: what a policy's module needs from whatever computes its tokens.
 
 An engine implements two classes: a ``GenerationSession``, which takes requests and computes step by step, and an
-``InferenceEngine``, which starts sessions and takes weights. Pausing, early ends, environments and the loop over a
-batch follow from these. Nothing here knows a tokenizer, a Batch or a backend.
+``InferenceEngine``, which starts sessions and takes weights. Pausing, early ends, batches, environments and servers
+follow from these, by session_driver.py. Nothing here knows a tokenizer, a Batch or a backend.
 """
 
 from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
-from itertools import accumulate, pairwise
-from typing import Any, Generic, TypeVar, cast
+from contextlib import contextmanager
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from coalign.backends.engines.request import OnDone, PartialResponse, Request, SubmittedRequest
 from coalign.config.schema import SamplingConfig
-from coalign.types import Response, Status
+from coalign.types import Status
 
-Progress = Callable[[int, int, int], None]  # (responses finished, responses in all, tokens chosen)
 OnToken = Callable[[int, int, int, float], None]  # (group, index, token, its log-prob)
 
 
 class GenerationSession(ABC):
     """Takes requests and computes their responses in steps.
 
-    Any thread may call ``submit``, ``cut`` and ``forget`` at any time; one thread calls ``step``.
+    Any thread may call ``submit``, ``cut`` and ``forget`` at any time; one thread calls ``step``. Leaving the session
+    as a context closes it.
 
-    total, finished: numbers of responses. tokens_chosen: tokens of all responses. tokens_prefilled, tokens_kept: prompt
-    tokens that were computed, and that were found in the KV cache. max_tokens: the longest sequence (prompt and
-    response) that the engine can compute; None: no limit.
+    arrived: requests since the last step. waiting: those with samples that have not started. ended: conversations that
+    have had their last turn. tokens_chosen: tokens of all responses. tokens_prefilled, tokens_kept: prompt tokens that
+    were computed, and that were found in the KV cache.
     """
 
-    def __init__(self, max_tokens: int | None) -> None:
-        self.max_tokens = max_tokens
-        self.total = self.finished = 0
+    engine: InferenceEngine
+
+    def __init__(self, engine: InferenceEngine, sampling: SamplingConfig, on_token: OnToken | None) -> None:
+        self.engine, self.sampling, self.on_token = engine, sampling, on_token
+        self.arrived: deque[SubmittedRequest] = deque()
+        self.waiting: deque[SubmittedRequest] = deque()
+        self.ended: deque[tuple[int, int]] = deque()
         self.tokens_chosen = self.tokens_prefilled = self.tokens_kept = 0
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what is unfinished, and free its memory; the engine stays usable."""
+        self.engine.sessions.remove(self)
+
+    # ---- what an engine implements
+
     @property
     @abstractmethod
+    def active(self) -> Sequence[PartialResponse]:
+        """The samples that are being computed."""
+
+    @abstractmethod
+    def take_active(self) -> Sequence[PartialResponse]:
+        """Remove the active samples, with their keys and values, and return them as they are."""
+
+    def drop_kept(self) -> None:  # noqa: B027
+        """Drop keys and values of older weights that a request might reuse: of earlier turns and of waiting prompts."""
+
+    @abstractmethod
+    def step(self) -> None:
+        """Start the requests that fit, then compute one token for every active sequence. Raises FloatingPointError for
+        logits that are not finite."""
+
+    # ---- what every session inherits
+
+    @property
     def unfinished(self) -> bool:
         """Whether ``step`` has anything left to do."""
+        return bool(self.arrived or self.waiting or self.active)
 
     @property
-    @abstractmethod
     def unstarted(self) -> int:
         """Samples that wait until the engine can compute them."""
+        return sum(submitted.waiting for submitted in [*self.arrived, *self.waiting])
 
-    @abstractmethod
     def submit(self, request: Request, on_done: OnDone) -> SubmittedRequest:
         """Ask for responses. Each one is given to ``on_done(offset, response)`` on the thread that steps. The result
         can be passed to ``cut``. Raises ValueError for a prompt that is empty, holds an unknown token, or can never
         fit."""
+        vocabulary, context = self.engine.vocabulary, self.engine.context
+        submitted = SubmittedRequest.plan(request, self.sampling, on_done, vocabulary=vocabulary, context=context)
+        self.arrived.append(submitted)
+        return submitted
 
     def cut(self, *requests: SubmittedRequest) -> None:
         """End these requests at the next step: their samples come back as they are (PARTIAL)."""
@@ -64,11 +100,21 @@ class GenerationSession(ABC):
             request.cut = True
             self.cut(*request.successors)
 
-    @abstractmethod
-    def cut_all(self) -> None: ...
+    def cut_all(self) -> None:
+        self.cut(*self.arrived, *self.waiting, *(answer.submitted for answer in self.active))
 
-    def forget(self, group: int, index: int) -> None:  # noqa: B027
+    def forget(self, group: int, index: int) -> None:
         """Drop what the engine keeps of a conversation: it has had its last turn."""
+        self.ended.append((group, index))
+
+    def requeue(self, requests: Sequence[SubmittedRequest]) -> None:
+        """Accept the successors of samples that were taken: they start before all others."""
+        self.waiting.extendleft(requests[::-1])
+
+    def restart(self) -> None:
+        """Prefill the active samples again, with the tokens that they have, by the current weights. The result is the
+        same as if another engine continued them."""
+        self.requeue([answer.create_successor() for answer in self.take_active()])
 
     def count_prompt(self, submitted: SubmittedRequest, *, prefilled: int, kept: int) -> None:
         """Count tokens of a prompt that were computed, and that were found in the KV cache."""
@@ -76,56 +122,6 @@ class GenerationSession(ABC):
         submitted.tokens_kept += kept
         self.tokens_prefilled += prefilled
         self.tokens_kept += kept
-
-    @abstractmethod
-    def take_active(self) -> Sequence[PartialResponse]:
-        """Remove the samples that are being computed, with their keys and values, and return them as they are."""
-
-    @abstractmethod
-    def requeue(self, requests: Sequence[SubmittedRequest]) -> None:
-        """Accept the successors of samples that were taken: ``total`` has them, and they start before all others."""
-
-    def drop_kept(self) -> None:  # noqa: B027
-        """Drop keys and values of older weights that a request might reuse: of earlier turns and of waiting prompts."""
-
-    def restart(self) -> None:
-        """Prefill the active samples again, with the tokens that they have, by the current weights. The result is the
-        same as if another engine continued them."""
-        self.requeue([answer.create_successor() for answer in self.take_active()])
-
-    @abstractmethod
-    def step(self) -> None:
-        """Start the requests that fit, then compute one token for every active sequence. Raises FloatingPointError for
-        logits that are not finite."""
-
-
-Accepted = TypeVar("Accepted", bound=SubmittedRequest)
-
-
-class QueuedSession(GenerationSession, Generic[Accepted]):
-    """Keeps requests until their samples start, and records what is chosen for these. arrived: requests since the last
-    step. waiting: those with samples that have not started. ended: conversations that have had their last turn."""
-
-    engine: InferenceEngine
-
-    def __init__(
-        self, engine: InferenceEngine, sampling: SamplingConfig, on_token: OnToken | None, max_tokens: int | None
-    ) -> None:
-        super().__init__(max_tokens)
-        self.engine, self.sampling, self.on_token = engine, sampling, on_token
-        self.arrived: deque[Accepted] = deque()
-        self.waiting: deque[Accepted] = deque()
-        self.ended: deque[tuple[int, int]] = deque()
-
-    @property
-    def unstarted(self) -> int:
-        return sum(submitted.waiting for submitted in [*self.arrived, *self.waiting])
-
-    def forget(self, group: int, index: int) -> None:
-        self.ended.append((group, index))
-
-    def requeue(self, requests: Sequence[SubmittedRequest]) -> None:
-        self.waiting.extendleft(cast("Sequence[Accepted]", requests[::-1]))
 
     def record(self, answer: PartialResponse, token: int, logprob: float) -> Status | None:
         """Add the next token of a response; return the status if the response ends with it."""
@@ -137,7 +133,6 @@ class QueuedSession(GenerationSession, Generic[Accepted]):
         return status
 
     def finish(self, answer: PartialResponse, status: Status) -> None:
-        self.finished += 1
         answer.submitted.on_done(answer.offset, answer.response(status))
 
     def finish_unstarted(self) -> None:
@@ -151,7 +146,8 @@ class QueuedSession(GenerationSession, Generic[Accepted]):
 class InferenceEngine(ABC):
     """Generates with weights that may change between two tokens.
 
-    ``version`` of the weights is -1 before any have been loaded. ``end_tokens``: ids that end a response.
+    ``version`` of the weights is -1 before any have been loaded. ``end_tokens``: ids that end a response. vocabulary:
+    number of token ids. context: tokens of the longest sequence that the model can read; None: no limit.
 
     recomputes_kv: new weights compute the keys and values of unfinished responses again, so that what follows is a
     function of their tokens and these weights. Otherwise responses keep what the old weights computed, at no cost.
@@ -160,6 +156,9 @@ class InferenceEngine(ABC):
     version = -1
     recomputes_kv = False
     end_tokens: frozenset[int] = frozenset()
+    session_class: type[GenerationSession]
+    vocabulary: int
+    context: int | None
 
     def __init__(self) -> None:
         self._state = threading.Condition()  # guards _pauses and _stepping
@@ -170,15 +169,14 @@ class InferenceEngine(ABC):
     # ---- what an engine implements
 
     @abstractmethod
-    def _start_session(
-        self, sampling: SamplingConfig, on_token: OnToken | None
-    ) -> AbstractContextManager[GenerationSession]:
-        """Start a session. Entered while no weights are loaded; leaving the context ends what is unfinished."""
-
-    @abstractmethod
     def _load(self, weights: Iterable[tuple[str, Tensor]], *, adopt: bool) -> None:
         """Take weights by their Hugging Face names: all of them the first time, later those that have changed.
         ``adopt``: the given tensors may be used as they are. Raises ValueError for weights that do not fit."""
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Tokens of the longest sequence (prompt and response) that it can compute; None: no limit."""
+        return self.context
 
     @property
     def weights_dtype(self) -> torch.dtype | None:
@@ -230,19 +228,14 @@ class InferenceEngine(ABC):
                 if self.recomputes_kv:
                     session.restart()
 
-    @contextmanager
-    def open(self, sampling: SamplingConfig, on_token: OnToken | None = None) -> Iterator[GenerationSession]:
+    def open(self, sampling: SamplingConfig, on_token: OnToken | None = None) -> GenerationSession:
         """Open a session, whose steps are computed within ``stepping``. Several may be open, and take turns.
-        ``on_token(group, index, token, logprob)`` is called for every token as it is chosen, on the thread that steps.
-        What it raises ends the session; the engine stays usable."""
-        with ExitStack() as stack:
-            with self.paused():
-                session = stack.enter_context(self._start_session(sampling, on_token))
-                self.sessions.append(session)
-            try:
-                yield session
-            finally:
-                self.sessions.remove(session)
+        ``on_token(group, index, token, logprob)`` is called for every token as it is chosen, on the thread that
+        steps; what it raises, ``step`` raises."""
+        with self.paused():
+            session = self.session_class(self, sampling, on_token)
+            self.sessions.append(session)
+        return session
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -257,52 +250,3 @@ class InferenceEngine(ABC):
             with self._state:
                 self._stepping = False
                 self._state.notify_all()
-
-    def generate(
-        self,
-        requests: Sequence[Request],
-        sampling: SamplingConfig,
-        progress: Progress | None = None,
-        on_token: OnToken | None = None,
-        min_groups: int | None = None,
-        *,
-        sizes: Sequence[int] | None = None,
-    ) -> Iterator[list[list[Response]]]:
-        """Yield the responses of each request, in the order of its samples, once all are complete.
-
-        With ``sizes``, yield those of the first ``sizes[0]`` requests once they are complete, then of the next chunk.
-        All requests are computed together, and only while the caller asks for the next chunk.
-
-        min_groups: as soon as all samples of this many groups are finished, the others are returned as they are
-        (PARTIAL). on_token: see ``open``. Raises ValueError for a prompt that is empty, holds an unknown token, or can
-        never fit, and RuntimeError if the engine stops before every response has come.
-        """
-        missing = Counter(request.group for request in requests for _ in range(request.samples))  # unfinished samples
-        answers: list[list[Any]] = [[None] * request.samples for request in requests]
-        bounds = list(pairwise(accumulate(sizes or [len(requests)], initial=0)))
-        waiting = [sum(map(len, answers[start:stop])) for start, stop in bounds]
-
-        def record(answer: list[Any], group: int, chunk: int, offset: int, response: Response) -> None:
-            answer[offset] = response
-            missing[group] -= response.status != Status.PARTIAL
-            waiting[chunk] -= 1
-
-        with self.open(sampling, on_token) as session:
-            for chunk, (start, stop) in enumerate(bounds):
-                for request, answer in zip(requests[start:stop], answers[start:stop], strict=True):
-                    session.submit(request, partial(record, answer, request.group, chunk))
-            for chunk, (start, stop) in enumerate(bounds):
-                last = stop == len(requests)
-                while session.unfinished and (waiting[chunk] or last):
-                    if min_groups is not None and sum(not left for left in missing.values()) >= min_groups:
-                        session.cut_all()
-                    with self.stepping():
-                        session.step()
-                    if progress is not None:
-                        progress(session.finished, session.total, session.tokens_chosen)
-                if waiting[chunk]:
-                    total = sum(map(len, answers))
-                    raise RuntimeError(f"the engine returned {total - sum(waiting)} of {total} responses")
-                if chunk < len(bounds) - 1:
-                    yield answers[start:stop]
-        yield answers[slice(*bounds[-1])]

@@ -6,15 +6,15 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from coalign.backends.engines.contract import GenerationSession, InferenceEngine, OnToken, Progress
+from coalign.backends.engines.contract import GenerationSession
 from coalign.backends.engines.request import Request, stack_experts
-from coalign.config.schema import SamplingConfig
+from coalign.backends.engines.session_driver import GenerationTask
 from coalign.data.batch import Batch
 from coalign.data.images.expansion import Placeholders
 from coalign.data.templates import load_template
@@ -27,6 +27,7 @@ from coalign.types import TOKEN_COLUMNS, ImageSpan, Max, Response, Stat, Stats, 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from coalign.config.schema import SamplingConfig
 
 log = logging.getLogger(__name__)
 
@@ -35,21 +36,60 @@ class EpisodesFailed(RuntimeError):
     """Every episode of a batch failed."""
 
 
-class _EnginePolicy:
-    """Answers the turns of episodes by requests to a session. ``longest``: the most tokens of a sample that later
-    models can read."""
+class EpisodeBatch(GenerationTask):
+    """The episodes of a batch while they are played, and the policy that answers their turns by requests to a session.
+
+    ``samples`` have no response yet. Once ``min_groups`` groups are complete, the episodes of the others end as they
+    are (PARTIAL).
+    """
 
     def __init__(
-        self,
-        session: GenerationSession,
-        tokenizer: PreTrainedTokenizerBase,
-        loop: EnvironmentLoop,
-        longest: int | None,
+        self, runner: EpisodeRunner, session: GenerationSession, samples: Batch, min_groups: int | None
     ) -> None:
-        self.session, self.tokenizer, self.loop = session, tokenizer, loop
+        self.runner, self.session, self.samples = runner, session, samples
         self.experts: dict[tuple[int, int], Tensor | None] = {}  # (group, index) -> those of all turns so far
         self.tokens_prefilled = self.tokens_kept = 0  # prompt tokens, summed over all turns
-        self.capacity = min((limit for limit in (session.max_tokens, longest) if limit is not None), default=None)
+        limits = (session.engine.max_tokens, runner.longest)
+        self.capacity = min((limit for limit in limits if limit is not None), default=None)
+        self.episodes = runner.create_episodes(samples, session.sampling, self)
+        self.total = len(self.episodes)
+        self.running = EnvironmentBatch(runner.loop, runner.environment, self.episodes, min_groups)
+
+    # ---- for the thread that steps
+
+    @property
+    def finished(self) -> int:
+        return self.running.finished
+
+    @property
+    def done(self) -> bool:
+        return self.running.done
+
+    def wait(self, seconds: float) -> None:
+        """Raises EnvironmentBlocked if an environment holds up the others."""
+        self.running.wait(seconds)
+
+    def stop(self) -> None:
+        self.running.stop()
+
+    def result(self) -> tuple[Batch, Stats]:
+        """Return the samples of episodes that are done, and their statistics. Raises EpisodesFailed, with the
+        environment's own exception as cause, if all failed."""
+        calls, engine = self.running.calls, self.session.engine
+        self.runner.report_failures(calls)
+        prefill = {
+            "episode/tokens_prefilled": Stat(self.tokens_prefilled, len(self.episodes)),
+            "episode/tokens_kept": Stat(self.tokens_kept, len(self.episodes)),
+        }
+        out = _to_batch(self.samples, self.episodes)
+        if self.runner.reads_images:
+            out = out.with_(images=[tuple(episode.images) for episode in self.episodes])
+        if engine.experts is not None:
+            experts = [self.experts.get((episode.group, episode.index)) for episode in self.episodes]
+            out = out.with_(routed_experts=stack_experts(experts, out.lengths.tolist(), engine.experts))
+        return out, {**_merge_episode_stats(calls), **prefill}
+
+    # ---- for the episodes, on their event loop
 
     async def respond(
         self,
@@ -73,7 +113,7 @@ class _EnginePolicy:
         options: dict[str, Any] = {"limit": limit, "stop": stop, "images": images, "restarts": restarts}
         request = Request(tokens, group, first=index, first_turn=prompt_length, **options)
         prompt = self.session.submit(request, lambda offset, response: loop.call_soon_threadsafe(settle, response))
-        self.loop.news.set()
+        self.runner.loop.news.set()
         try:
             response = await answer
             self.experts[group, index] = response.experts
@@ -90,44 +130,13 @@ class _EnginePolicy:
         self.session.forget(group, index)
 
     def decode(self, tokens: Sequence[int], *, special: bool) -> str:
-        text = self.tokenizer.decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
-        return cast(str, text)
-
-
-@dataclass
-class EpisodeBatch:
-    """The episodes of a batch while they are played. ``samples`` have no response yet."""
-
-    runner: EpisodeRunner
-    engine: InferenceEngine
-    samples: Batch
-    policy: _EnginePolicy
-    episodes: list[Episode]
-    running: EnvironmentBatch
-
-    @property
-    def done(self) -> bool:
-        return self.running.done
-
-    def result(self) -> tuple[Batch, Stats]:
-        """Return the samples of episodes that are done, and their statistics. Raises EpisodesFailed if all failed."""
-        calls, policy, engine = self.running.calls, self.policy, self.engine
-        self.runner.report_failures(calls)
-        prefill = {
-            "episode/tokens_prefilled": Stat(policy.tokens_prefilled, len(self.episodes)),
-            "episode/tokens_kept": Stat(policy.tokens_kept, len(self.episodes)),
-        }
-        out = _to_batch(self.samples, self.episodes)
-        if self.runner.reads_images:
-            out = out.with_(images=[tuple(episode.images) for episode in self.episodes])
-        if engine.experts is not None:
-            experts = [policy.experts.get((episode.group, episode.index)) for episode in self.episodes]
-            out = out.with_(routed_experts=stack_experts(experts, out.lengths.tolist(), engine.experts))
-        return out, {**_merge_episode_stats(calls), **prefill}
+        options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
+        return cast(str, self.runner.tokenizer.decode(list(tokens), **options))
 
 
 class EpisodeRunner:
-    """Plays the environment of a policy. ``placeholders``: what images become, of a policy that sees."""
+    """Plays the environment of a policy. ``placeholders``: what images become, of a policy that sees. longest: the most
+    tokens of a sample that later models can read."""
 
     def __init__(
         self,
@@ -149,49 +158,8 @@ class EpisodeRunner:
     def close(self) -> None:
         self.loop.close()
 
-    def begin(
-        self,
-        engine: InferenceEngine,
-        session: GenerationSession,
-        samples: Batch,
-        sampling: SamplingConfig,
-        min_groups: int | None = None,
-    ) -> EpisodeBatch:
-        """Start the episodes of samples without a response; the caller steps the ``session`` until they are done."""
-        policy = _EnginePolicy(session, self.tokenizer, self.loop, self.longest)
-        episodes = self._create_episodes(samples, sampling, policy)
-        running = EnvironmentBatch(self.loop, self.environment, episodes, min_groups)
-        return EpisodeBatch(self, engine, samples, policy, episodes, running)
-
-    def run(
-        self,
-        engine: InferenceEngine,
-        samples: Batch,
-        sampling: SamplingConfig,
-        *,
-        min_groups: int | None = None,
-        progress: Progress | None = None,
-        on_token: OnToken | None = None,
-    ) -> tuple[Batch, Stats]:
-        """Play samples without a response to their end; see RolloutModule.generate_in_parts. Raises EpisodesFailed,
-        with the environment's own exception as cause, if every episode failed, and EnvironmentBlocked if one holds up
-        the others."""
-        with engine.open(sampling, on_token) as session:
-            batch = self.begin(engine, session, samples, sampling, min_groups)
-            try:
-                while not batch.done:
-                    if not session.unfinished:
-                        batch.running.wait()
-                        continue
-                    with engine.stepping():
-                        session.step()
-                    if progress is not None:
-                        progress(batch.running.finished, len(batch.episodes), session.tokens_chosen)
-            finally:
-                batch.running.stop()
-        return batch.result()
-
-    def _create_episodes(self, samples: Batch, sampling: SamplingConfig, policy: _EnginePolicy) -> list[Episode]:
+    def create_episodes(self, samples: Batch, sampling: SamplingConfig, policy: EpisodeBatch) -> list[Episode]:
+        """Create the episodes of samples without a response. Raises ValueError for samples that have one."""
         if not torch.equal(samples.lengths, samples["prompt_length"].long()):
             name = getattr(self.environment.fn, "__name__", "")
             raise ValueError(

@@ -193,7 +193,7 @@ class MetaModelEngine(InferenceEngine):
         reserve: Callable[[int], None] = lambda size: None,
     ) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.vocabulary, self.context = model, model.vocabulary, model.context
         if forbidden:
             model.forbidden = torch.tensor(forbidden, device=model.device)
         self.seed, self.end_tokens, self.decoder = seed, frozenset(end_tokens), decoder

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -238,16 +238,6 @@ class PartialResponse:
 
 
 PROMPT_COLUMNS = {"loss_mask": False, "rollout_logprobs": 0.0, "versions": -1}  # for tokens that no policy chose
-
-
-def begin_generation(
-    prompts: Batch, sampling: SamplingConfig, usual: int, *, samples: int | None = None, **overrides: Any
-) -> tuple[Batch, SamplingConfig]:
-    """Read the arguments of RolloutModule.generate: return the samples to compute, and how they are sampled. usual:
-    samples of a prompt unless ``samples`` says how many. overrides: fields that replace those of ``sampling``. Raises
-    pydantic.ValidationError for a bad one."""
-    unfinished = prompts if "index" in prompts else begin_samples(prompts, usual if samples is None else samples)
-    return unfinished, SamplingConfig(**{**sampling.model_dump(), **overrides})
 
 
 def begin_samples(prompts: Batch, samples: int) -> Batch:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -11,21 +12,41 @@ from torch import Tensor
 
 from coalign.backends import lora, pretrained
 from coalign.backends.base import Module
-from coalign.backends.engines.continuous import ContinuousGeneration
-from coalign.backends.engines.contract import InferenceEngine, OnToken, Progress
-from coalign.backends.engines.episodes import EpisodeRunner
-from coalign.backends.engines.request import begin_generation, count_missing_groups, extend_samples, plan_requests
+from coalign.backends.engines.contract import GenerationSession, InferenceEngine, OnToken
+from coalign.backends.engines.episodes import EpisodeBatch, EpisodeRunner
+from coalign.backends.engines.request import begin_samples, count_missing_groups, extend_samples, plan_requests
 from coalign.backends.engines.sampler_probe import begin_probe, check_difference, compute_logprobs, sample_probe
+from coalign.backends.engines.session_driver import Progress, ResponseTask, SessionDriver, generate_in_order
 from coalign.backends.pretrained import get_directory
-from coalign.config.schema import ModelConfig
+from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.data.batch import Batch
 from coalign.data.examples import RowLimit
 from coalign.memory import move_module
-from coalign.types import Response, Stats
+from coalign.roles import Context
+from coalign.types import Stats
 from coalign.weights.sync.transport import guard_installation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+class _ResponseBatch(ResponseTask):
+    """Samples of a batch that get one response each, or go on with it.
+
+    round_tokens: new tokens after which a sample pauses. longest: the most tokens of a sample that later models can
+    read. Raises ValueError for a prompt that can never fit.
+    """
+
+    def __init__(
+        self, session: GenerationSession, samples: Batch, round_tokens: int | None, longest: int | None
+    ) -> None:
+        self.engine, self.samples = session.engine, samples
+        self.rows, requests = plan_requests(samples, session.sampling.max_new_tokens, round_tokens, longest)
+        super().__init__(session, requests)
+
+    def result(self) -> tuple[Batch, Stats]:
+        responses = [response for responses in self.responses for response in responses]
+        return extend_samples(self.samples, self.rows, responses, self.engine.experts), {}
 
 
 class RolloutModule(Module):
@@ -40,7 +61,11 @@ class RolloutModule(Module):
     compares_itself: ClassVar[bool] = False  # with the model's own forward, whenever it gets its first weights
     engine: InferenceEngine
     runner: EpisodeRunner | None = None
-    continuous: ContinuousGeneration | None = None  # from the first ``roll`` on
+    driver: SessionDriver | None = None  # from the first ``roll`` on
+
+    def __init__(self, config: ModelConfig, context: Context) -> None:
+        super().__init__(config, context)
+        self.rolling: dict[int, _ResponseBatch | EpisodeBatch] = {}  # what ``roll`` has not returned, by number
 
     @classmethod
     def list_limits(cls, config: ModelConfig, section: str) -> list[RowLimit]:
@@ -112,27 +137,33 @@ class RolloutModule(Module):
         episodes, RuntimeError while the loaded weights are incomplete.
         """
         self.ensure_weights()
-        usual = self.context.samples_per_prompt
-        unfinished, sampling = begin_generation(prompts, self.config.sampling, usual, samples=samples, **overrides)
+        unfinished, sampling = self._read(prompts, samples, **overrides)
         min_groups = None if min_complete is None else count_missing_groups(unfinished, min_complete)
-        if self.runner is not None:
-            if parts > 1:
-                key = f"models.{self.context.model}.parts_per_call"
-                raise ValueError(f"{key}: episodes are handed over all at once; set it to 1")
-            options = {"min_groups": min_groups, "progress": progress, "on_token": on_token}
-            return iter([self.runner.run(self.engine, unfinished, sampling, **options)])
-        chunks = unfinished.split(parts, keep="group", by="sequences")
-        limits = sampling.max_new_tokens, round_tokens, self.context.sample_tokens
-        planned = [plan_requests(chunk, *limits) for chunk in chunks]
-        requests = [request for _, chunk_requests in planned for request in chunk_requests]
-        sizes = [len(chunk_requests) for _, chunk_requests in planned]
+        if self.runner is not None and parts > 1:
+            key = f"models.{self.context.model}.parts_per_call"
+            raise ValueError(f"{key}: episodes are handed over all at once; set it to 1")
+        begin = partial(self._begin, round_tokens=round_tokens, min_groups=min_groups)
+        create = [partial(begin, samples=chunk) for chunk in unfinished.split(parts, keep="group", by="sequences")]
+        ready = generate_in_order(self.engine, sampling, create, progress, on_token, min_groups)
+        results = (batch.result() for batch in ready)
+        return (out for out, _ in results) if self.runner is None else results
 
-        def finish(chunk: Batch, rows: list[int], answers: list[list[Response]]) -> Batch | tuple[Batch, Stats]:
-            responses = [response for responses in answers for response in responses]
-            return extend_samples(chunk, rows, responses, self.engine.experts)
+    def _read(self, prompts: Batch, samples: int | None = None, **overrides: Any) -> tuple[Batch, SamplingConfig]:
+        """Return the samples to compute, and how they are sampled."""
+        count = self.context.samples_per_prompt if samples is None else samples
+        unfinished = prompts if "index" in prompts else begin_samples(prompts, count)
+        return unfinished, SamplingConfig(**{**self.config.sampling.model_dump(), **overrides})
 
-        ready = self.engine.generate(requests, sampling, progress, on_token, min_groups, sizes=sizes)
-        return map(finish, chunks, [rows for rows, _ in planned], ready)
+    def _begin(
+        self,
+        session: GenerationSession,
+        samples: Batch,
+        round_tokens: int | None = None,
+        min_groups: int | None = None,
+    ) -> _ResponseBatch | EpisodeBatch:
+        if self.runner is None:
+            return _ResponseBatch(session, samples, round_tokens, self.context.sample_tokens)
+        return EpisodeBatch(self.runner, session, samples, min_groups)
 
     def roll(
         self, new: Sequence[tuple[int, Batch, Mapping[str, Any]]], seconds: float
@@ -144,20 +175,40 @@ class RolloutModule(Module):
 
         Returns the number of the complete batch, the batch and the statistics that ``generate`` would return for it,
         (None, None, {}) without one; then the number of samples that wait until the engine can begin them. Raises what
-        ``generate``, ``ContinuousGeneration.add`` and its ``advance`` raise.
+        ``generate`` raises, and ValueError for a number that is in use; then the other batches go on. If every episode
+        of a batch failed (EpisodesFailed), that batch is gone; after any other error of a step all are.
         """
         self.ensure_weights()
-        if self.continuous is None:
-            self.continuous = ContinuousGeneration(self.engine, self.config.sampling, self.context, self.runner)
+        driver = self.driver = self.driver or SessionDriver(self.engine)
         for number, prompts, options in new:
-            self.continuous.add(number, prompts, **options)
-        number, batch, stats = self.continuous.advance(seconds) or (None, None, {})
-        return number, batch, stats, self.continuous.waiting
+            if number in self.rolling:
+                raise ValueError(f"batch {number} is being computed already")
+            samples, sampling = self._read(prompts, **options)
+            self.rolling[number] = driver.begin(sampling, partial(self._begin, samples=samples))
+        number = self._complete_one(driver, seconds)
+        batch, stats = (None, {}) if number is None else self.rolling.pop(number).result()
+        return number, batch, stats, sum(session.unstarted for session in driver.tasks)
+
+    def _complete_one(self, driver: SessionDriver, seconds: float) -> int | None:
+        """Compute until a batch is complete; return its number. With any ``seconds`` above 0 at least one step is
+        computed."""
+        end, left = time.monotonic() + seconds, seconds
+        while (number := min((n for n, batch in self.rolling.items() if batch.done), default=None)) is None:
+            if left <= 0 or not self.rolling:
+                return None
+            try:
+                driver.step(seconds=left)
+            except BaseException:
+                self.stop_rolling()
+                raise
+            left = end - time.monotonic()
+        return number
 
     def stop_rolling(self) -> None:
         """Drop the batches that ``roll`` has not returned."""
-        if self.continuous is not None:
-            self.continuous.close()
+        self.rolling.clear()
+        if self.driver is not None:
+            self.driver.close()
 
     def ensure_weights(self) -> None:
         """Load the first weights if nobody has sent any. RuntimeError while those that were sent are incomplete."""

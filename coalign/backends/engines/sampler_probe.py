@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from coalign.backends.engines.request import begin_samples, extend_samples, plan_requests
+from coalign.backends.engines.session_driver import generate_responses
 from coalign.backends.vision import ImageEmbedder, list_plain_tokens
 from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.data.batch import Batch
@@ -47,12 +48,11 @@ def begin_probe(config: PreTrainedConfig, processor: ImageProcessor | None) -> B
 def sample_probe(module: RolloutModule, store: Store | None, samples: Batch) -> Batch | None:
     """Answer each of ``samples`` without the run's environment; None where that is longer than a model can read."""
     sampling = SamplingConfig(temperature=module.config.sampling.temperature or 1.0, max_new_tokens=TOKENS)
-    with module.engine.open(sampling) as session:
-        limits = (session.max_tokens, module.context.sample_tokens)
+    limits = (module.engine.max_tokens, module.context.sample_tokens)
     if any(limit is not None and int(samples.lengths.max()) + TOKENS > limit for limit in limits):
         return None
     rows, requests = plan_requests(samples, TOKENS, None, None)
-    [answers] = module.engine.generate(requests, sampling)
+    answers = generate_responses(module.engine, requests, sampling)
     return extend_samples(samples, rows, [response for responses in answers for response in responses])
 
 

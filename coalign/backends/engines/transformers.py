@@ -11,8 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from textwrap import shorten
 from typing import Any, cast
@@ -24,9 +23,9 @@ from transformers import PreTrainedConfig
 
 from coalign.backends import pretrained
 from coalign.backends.attention import refuse_failure
-from coalign.backends.engines.contract import OnToken, QueuedSession
+from coalign.backends.engines.contract import GenerationSession, OnToken
 from coalign.backends.engines.meta_model import TOLERANCE, MetaModel, MetaModelEngine, MetaModelModule, compare_logits
-from coalign.backends.engines.request import OnDone, PartialResponse, Request, SubmittedRequest
+from coalign.backends.engines.request import PartialResponse, SubmittedRequest
 from coalign.backends.engines.sampling import read_choices, sample, uniforms
 from coalign.backends.pretrained import MIXERS, describe_encoder
 from coalign.backends.vision import ImageEmbedder, install_embeddings
@@ -327,35 +326,22 @@ class _RowBatch:
     rows: _CachedRows
 
 
-class _TransformersSession(QueuedSession[SubmittedRequest]):
+class _TransformersSession(GenerationSession):
     """Schedules requests on batches of rows: one batch if rows can be padded, otherwise one for each length. Samples of
     a prompt share its prefill. Where rows can be padded, a conversation keeps its row between two turns, as long as no
     other sample needs the slot and the weights stay; otherwise every turn is computed from its beginning."""
 
     engine: _TransformersEngine
 
-    def __init__(self, engine: _TransformersEngine, sampling: SamplingConfig, on_token: OnToken | None = None) -> None:
-        super().__init__(engine, sampling, on_token, engine.model.context)
+    def __init__(self, engine: _TransformersEngine, sampling: SamplingConfig, on_token: OnToken | None) -> None:
+        super().__init__(engine, sampling, on_token)
         self.model = engine.model
         self.batches: list[_RowBatch] = []
         self.kept: dict[tuple[int, int], tuple[list[int], _CachedRows]] = {}  # sample -> its tokens and its row
 
     @property
-    def unfinished(self) -> bool:
-        return bool(self.arrived or self.waiting or self.batches)
-
-    @property
-    def active(self) -> list[_SampleRow]:
+    def active(self) -> Sequence[_SampleRow]:
         return [answer for batch in self.batches for answer in batch.samples]
-
-    def submit(self, request: Request, on_done: OnDone) -> SubmittedRequest:
-        vocabulary, context = self.model.vocabulary, self.model.context
-        pending = SubmittedRequest.plan(request, self.sampling, on_done, vocabulary=vocabulary, context=context)
-        self.arrived.append(pending)
-        return pending
-
-    def cut_all(self) -> None:
-        self.cut(*self.arrived, *self.waiting, *(answer.submitted for answer in self.active))
 
     def take_active(self) -> Sequence[_SampleRow]:
         active, self.batches = self.active, []
@@ -364,12 +350,15 @@ class _TransformersSession(QueuedSession[SubmittedRequest]):
     def drop_kept(self) -> None:
         self.kept.clear()
 
+    def close(self) -> None:
+        super().close()
+        self.engine.reserve(self, 0)
+
     def step(self) -> None:
         while self.ended:
             self.kept.pop(self.ended.popleft(), None)
         while self.arrived:
             self.waiting.append(self.arrived.popleft())
-            self.total += self.waiting[-1].request.samples
         self._finish_cut()
         self._admit()
         batches, self.batches = self.batches, []
@@ -489,19 +478,12 @@ class _TransformersSession(QueuedSession[SubmittedRequest]):
 class _TransformersEngine(MetaModelEngine):
     """Generates with ``model``, with transformers' own cache. ``common``: the arguments of MetaModelEngine."""
 
+    session_class = _TransformersSession
     model: _TransformersModel
 
     def __init__(self, model: _TransformersModel, *, settings: TransformersConfig, **common: Any) -> None:
         super().__init__(model, **common)
         self.settings = settings
-
-    @contextmanager
-    def _start_session(self, sampling: SamplingConfig, on_token: OnToken | None) -> Iterator[_TransformersSession]:
-        session = _TransformersSession(self, sampling, on_token)
-        try:
-            yield session
-        finally:
-            self.reserve(session, 0)
 
     def _load(self, weights: Iterable[tuple[str, Tensor]], *, adopt: bool) -> None:
         """Also raises ValueError for an architecture that fails _TransformersModel.probe."""

@@ -1,10 +1,10 @@
-"""Groups of samples that a rollout leaves unfinished, and that the next one continues.
+"""What a rollout does with samples that are not finished at its end.
 
-``UnfinishedGroups`` keeps samples between the rollouts of synchronous training: with `rollout.round_tokens` a response
-grows by at most that many tokens in one rollout, and the next one continues it. With `rollout.oversample` a rollout
-ends once the minimum of groups is complete. Complete groups go to the flow. Incomplete ones are continued by the
-weights of the next rollout (their tokens keep the log-probs and versions they were sampled with); without
-`round_tokens` they are dropped and counted.
+A run has ``CompleteGroups``, whose rollouts leave none, or ``UnfinishedGroups``, which keeps samples between the
+rollouts of synchronous training: with `rollout.round_tokens` a response grows by at most that many tokens in one
+rollout, and the next one continues it. With `rollout.oversample` a rollout ends once the minimum of groups is complete.
+Complete groups go to the flow. Incomplete ones are continued by the weights of the next rollout (their tokens keep the
+log-probs and versions they were sampled with); without `round_tokens` they are dropped and counted.
 """
 
 from __future__ import annotations
@@ -25,96 +25,109 @@ from coalign.engine.rollouts.journal import list_groups
 from coalign.types import Max, Stats, Status, Total
 
 if TYPE_CHECKING:
-    from coalign.cluster.batch_shards import ShardRecord
     from coalign.cluster.cluster import Cluster
     from coalign.cluster.dist import DistModel
     from coalign.roles import Rollout
 
 
-class UnfinishedGroups:
-    """Keeps the groups that a rollout of the policy leaves unfinished, for the next one.
+class CompleteGroups:
+    """Generates for `env_flow` in a run whose rollouts leave nothing for the next one."""
 
-    Only ``continued_groups`` waits for a rollout under way.
-    """
+    active = False  # whether a rollout may leave something unfinished
+    continues = False  # whether the next rollout continues unfinished groups
+    continued_groups = 0  # how many it continues
+    oldest_version = 0  # groups with older tokens than this are given up
+    min_complete: float | None = None  # the share of groups that ends the next rollout
+    rolling_out = False  # whether `env_flow` is running
+    finished: FinishedRollouts | None = None
 
     def __init__(self, cluster: Cluster, config: RolloutConfig, samples: int) -> None:
-        self.cluster = cluster
-        self.config = config
+        self.cluster, self.config = cluster, config
         self.samples = samples  # per prompt
-        self.continues = config.round_tokens is not None  # whether the next rollout continues unfinished groups
-        self.oldest_version = 0  # groups with older tokens than this are given up
-        self.min_complete: float | None = None  # the share of groups that ends the next rollout
-        self.calls = 0
-        self.rolling_out = False  # whether `env_flow` is running
-        self.finished: FinishedRollouts | None = None
-        self._unfinished: BatchRef | Future | None = None
 
     def reuse(self, finished: FinishedRollouts) -> None:
         """Keep what calls of ``generate`` return there, and take from there what an earlier run has generated."""
         self.finished = finished
 
-    @property
-    def active(self) -> bool:
-        """Whether a rollout may leave something unfinished."""
-        return self.continues or self.config.oversample > 1
+    def list_continued(self) -> set[int] | None:
+        """Return the numbers of the groups that the next rollout continues; None if that is not known yet."""
+        return set()
+
+    def generate(self, policy: DistModel[Rollout], prompts: BatchRef | Future, **sampling: Any) -> Future:
+        """Generate for ``prompts``; the result holds complete groups."""
+        if policy.config.spread_samples:  # over replicas, which splits groups
+            return policy.generate(self.cluster.transform(begin_samples, prompts, samples=self.samples), **sampling)
+        record = None if self.finished is None else self.finished.open_call(sampling)
+        return policy.generate(prompts, record=record, **sampling)
+
+    @contextmanager
+    def roll_out(self) -> Iterator[None]:
+        """Run `env_flow` in this context."""
+        self.rolling_out = True
+        try:
+            yield
+        finally:
+            self.rolling_out = False
+
+    def snapshot(self) -> BatchRef | Future | None:
+        """Return a reference to the unfinished groups, of which the current rollout may not have ended."""
+
+    def restore(self, unfinished: Batch | None) -> None:
+        """Continue with these unfinished groups."""
+
+
+class UnfinishedGroups(CompleteGroups):
+    """Keeps the groups that a rollout of the policy leaves unfinished. ``continued_groups`` alone waits for it."""
+
+    active = True
+
+    def __init__(self, cluster: Cluster, config: RolloutConfig, samples: int) -> None:
+        super().__init__(cluster, config, samples)
+        self.continues = config.round_tokens is not None
+        self.calls = 0
+        self._unfinished: BatchRef | Future | None = None
 
     @property
     def continued_groups(self) -> int:
-        """Number of groups that the next rollout continues."""
-        if self._unfinished is None:
-            return 0
-        ref: BatchRef = self.cluster.resolve(self._unfinished)
-        return len(torch.unique(ref.group)) if len(ref) else 0
+        return len(self._list_groups())
 
     def list_continued(self) -> set[int] | None:
-        """Return the numbers of the groups that the next rollout continues; None if that is not known yet."""
-        if isinstance(self._unfinished, Future) and not self._unfinished.done():
-            return None
+        is_running = isinstance(self._unfinished, Future) and not self._unfinished.done()
+        return None if is_running else self._list_groups()
+
+    def _list_groups(self) -> set[int]:
         return set() if self._unfinished is None else set(list_groups(self.cluster.resolve(self._unfinished).group))
 
     def generate(self, policy: DistModel[Rollout], prompts: BatchRef | Future, **sampling: Any) -> Future:
         """Generate for ``prompts`` and continue unfinished groups; the result holds the complete groups."""
         self.calls += 1
-        record: ShardRecord | None = None
-        if self.finished is not None and not policy.config.spread_samples:  # else groups are split over processes
-            record = self.finished.open_call(sampling)
-        if policy.config.spread_samples and self._unfinished is None:  # single samples are spread over replicas
-            prompts = self.cluster.transform(begin_samples, prompts, samples=sampling.pop("samples", self.samples))
-        if not self.active:
-            return policy.generate(prompts, record=record, **sampling)
         if self._unfinished is not None:
             options = {"samples": self.samples, "oldest_version": self.oldest_version}
             prompts = self.cluster.transform(_continue_groups, self._unfinished, prompts, **options)
-        out = policy.generate(
-            prompts, round_tokens=self.config.round_tokens, min_complete=self.min_complete, **sampling
-        )
+        elif policy.config.spread_samples:
+            prompts = self.cluster.transform(begin_samples, prompts, samples=self.samples)
+        limits = {"round_tokens": self.config.round_tokens, "min_complete": self.min_complete}
+        out = policy.generate(prompts, **limits, **sampling)
         if self.continues:
             self._unfinished = self.cluster.transform(_unfinished_groups, out)
         return self.cluster.transform(_complete_groups, out, continues=self.continues)
 
     @contextmanager
     def roll_out(self) -> Iterator[None]:
-        """Run `env_flow` in this context.
-
-        ValueError at its end if samples may be left unfinished and the flow did not generate exactly once.
-        """
-        self.calls, self.rolling_out = 0, True
-        try:
+        """ValueError at its end if the flow did not generate exactly once."""
+        self.calls = 0
+        with super().roll_out():
             yield
-        finally:
-            self.rolling_out = False
-        if self.active and self.calls != 1:
+        if self.calls != 1:
             raise ValueError(
                 "rollout: `round_tokens` and `oversample` need an env_flow that calls `self.policy.generate(prompts)` "
                 f"once; this one calls it {self.calls} times (calls that name `samples` do not count)"
             )
 
     def snapshot(self) -> BatchRef | Future | None:
-        """Return a reference to the unfinished groups, of which the current rollout may not have ended."""
         return self._unfinished
 
     def restore(self, unfinished: Batch | None) -> None:
-        """Continue with these unfinished groups."""
         self._unfinished = None if unfinished is None else self.cluster.put(unfinished)
 
 
@@ -157,10 +170,7 @@ def _count_dropped(samples: Batch, why: str) -> Stats:
 
 def _find_unfinished(samples: Batch) -> Tensor:
     """Return bool[N]: whether the sample's group has an unfinished one."""
-    groups, member = torch.unique(samples["group"], return_inverse=True)
-    waiting = torch.zeros(len(groups), dtype=torch.bool)
-    waiting[member[samples["status"] == Status.PARTIAL]] = True
-    return waiting[member]
+    return torch.isin(samples["group"], samples["group"][samples["status"] == Status.PARTIAL])
 
 
 def find_oldest_versions(batch: Batch, *, default: int) -> Tensor:

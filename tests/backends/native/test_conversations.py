@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from coalign.backends.engines.request import Request
+from coalign.backends.engines.session_driver import generate_responses
 from coalign.types import Status
 from tests.backends.native import helpers
 from tests.backends.native.test_invariance import MODELS
@@ -146,12 +147,9 @@ def test_another_history_is_another_conversation():
             )
             helpers.step(engine, run)
     assert run.tokens_kept == 0
-    alone = next(
-        helpers.engine(MODEL).generate(
-            [Request([*prompt, 1, 2, 3], 0, limit=3, first_turn=len(prompt))], helpers.SAMPLING
-        )
-    )
-    assert torch.equal(heard[1].logprobs, alone[0][0].logprobs)
+    request = Request([*prompt, 1, 2, 3], 0, limit=3, first_turn=len(prompt))
+    [[alone]] = generate_responses(helpers.engine(MODEL), [request], helpers.SAMPLING)
+    assert torch.equal(heard[1].logprobs, alone.logprobs)
 
 
 def test_impossible_conversations_are_refused():
@@ -161,4 +159,4 @@ def test_impossible_conversations_are_refused():
         Request([1, 2], 3, 2, first_turn=2),
     ):
         with pytest.raises(ValueError, match="group 3"):
-            next(helpers.engine(MODEL).generate([request], helpers.SAMPLING))
+            generate_responses(helpers.engine(MODEL), [request], helpers.SAMPLING)

@@ -8,6 +8,7 @@ import pytest
 
 from coalign.backends.engines.native.native_model import NativeModel
 from coalign.backends.engines.request import Request
+from coalign.backends.engines.session_driver import generate_responses
 from coalign.types import Status
 from tests.backends.native import helpers
 
@@ -25,18 +26,18 @@ def test_a_prompt_is_computed_once_for_its_samples(monkeypatch):
 
     engine = helpers.engine(MODEL, max_sequences=3)
     monkeypatch.setattr(NativeModel, "forward", counted)
-    next(engine.generate(helpers.requests(2, samples=7), helpers.SAMPLING))
+    generate_responses(engine, helpers.requests(2, samples=7), helpers.SAMPLING)
     assert sum(computed) == 2
 
 
 def test_responses_stop_at_the_models_context():
     context = MODEL.config.max_position_embeddings
     near, at = Request([1] * (context - 3), 0), Request([1] * context, 1)
-    assert next(helpers.engine(MODEL).generate([], helpers.SAMPLING)) == []
-    [[response]] = next(helpers.engine(MODEL).generate([near], helpers.SAMPLING))
+    assert generate_responses(helpers.engine(MODEL), [], helpers.SAMPLING) == []
+    [[response]] = generate_responses(helpers.engine(MODEL), [near], helpers.SAMPLING)
     assert len(response.tokens) == 3 and response.status == Status.TRUNCATED
     with pytest.raises(ValueError, match=f"has {context} tokens; the model's context is {context}"):
-        next(helpers.engine(MODEL).generate([at], helpers.SAMPLING))
+        generate_responses(helpers.engine(MODEL), [at], helpers.SAMPLING)
 
 
 @pytest.mark.parametrize(
@@ -50,14 +51,13 @@ def test_responses_stop_at_the_models_context():
 )
 def test_a_prompt_that_cannot_be_served_is_refused(prompt, message):
     with pytest.raises(ValueError, match=message):
-        next(helpers.engine(MODEL, kv_tokens=64).generate([Request(prompt, 5)], helpers.SAMPLING))
+        generate_responses(helpers.engine(MODEL, kv_tokens=64), [Request(prompt, 5)], helpers.SAMPLING)
 
 
 def test_progress_counts_responses_and_tokens():
     seen = []
-    next(
-        helpers.engine(MODEL).generate(helpers.requests(3, samples=2), helpers.SAMPLING, lambda *now: seen.append(now))
-    )
+    engine = helpers.engine(MODEL)
+    generate_responses(engine, helpers.requests(3, samples=2), helpers.SAMPLING, lambda *now: seen.append(now))
     assert seen[-1] == (6, 6, 72)
     assert seen == sorted(seen)
 
@@ -66,7 +66,7 @@ def test_weights_that_are_not_numbers_are_an_error():
     broken = helpers.reference(helpers.qwen2())
     broken.model.norm.weight.data[0] = float("nan")
     with pytest.raises(FloatingPointError, match=r"version 0, groups \[0, 1\]"):
-        next(helpers.engine(broken).generate(helpers.requests(2), helpers.SAMPLING))
+        generate_responses(helpers.engine(broken), helpers.requests(2), helpers.SAMPLING)
 
 
 def test_pause_from_another_thread_holds_generation_between_tokens():
@@ -80,7 +80,7 @@ def test_pause_from_another_thread_holds_generation_between_tokens():
     done = []
     sampling = helpers.replace(helpers.SAMPLING, max_new_tokens=150)
     asked = helpers.requests(2)
-    worker = threading.Thread(target=lambda: done.append(next(engine.generate(asked, sampling, note))))
+    worker = threading.Thread(target=lambda: done.append(generate_responses(engine, asked, sampling, note)))
     worker.start()
     assert reached.wait(20)
     engine.pause()
@@ -93,7 +93,7 @@ def test_pause_from_another_thread_holds_generation_between_tokens():
     with pytest.raises(RuntimeError, match="without pause"):
         engine.resume()
     worker.join(60)
-    undisturbed = helpers.flat(next(helpers.engine(MODEL).generate(asked, sampling)))
+    undisturbed = helpers.flat(generate_responses(helpers.engine(MODEL), asked, sampling))
     for response, expected in zip(helpers.flat(done[0]), undisturbed, strict=True):
         assert response.tokens.tolist() == expected.tokens.tolist()
         versions = response.versions.tolist()
@@ -103,15 +103,15 @@ def test_pause_from_another_thread_holds_generation_between_tokens():
 def test_after_a_failed_call_the_engine_still_works():
     engine = helpers.engine(MODEL)
     with pytest.raises(ZeroDivisionError):
-        next(engine.generate(helpers.requests(2), helpers.SAMPLING, lambda *_: 1 // 0))
-    assert len(next(engine.generate(helpers.requests(2), helpers.SAMPLING))) == 2
+        generate_responses(engine, helpers.requests(2), helpers.SAMPLING, lambda *_: 1 // 0)
+    assert len(generate_responses(engine, helpers.requests(2), helpers.SAMPLING)) == 2
     assert all(linear.product is None for linear in engine.model.linears)
 
 
 def test_a_repetition_penalty_discourages_prompt_and_response():
     strong = helpers.replace(helpers.SAMPLING, temperature=0.0, repetition_penalty=1e6)
     asked = helpers.requests(4)
-    for request, [response] in zip(asked, next(helpers.engine(MODEL).generate(asked, strong)), strict=True):
+    for request, [response] in zip(asked, generate_responses(helpers.engine(MODEL), asked, strong), strict=True):
         tokens = response.tokens.tolist()
         assert len(set(tokens)) == len(tokens)
         assert not set(tokens) & set(request.prompt)

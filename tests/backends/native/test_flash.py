@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from coalign.backends.engines.native import cached_attention as attention
+from coalign.backends.engines.session_driver import generate_responses
 from tests.backends.flash import flash_as_documented
 from tests.backends.native import helpers
 from tests.backends.native.test_continuing import continued
@@ -49,10 +50,10 @@ def test_prompts_and_responses_are_those_of_attention_by_slots(flash, name):
     """One call a layer for all prompts, one for each step; a soft cap has no such kernel."""
     model, layers = helpers.reference(CONFIGS[name]), CONFIGS[name].num_hidden_layers
     asked, sampling = helpers.requests(5, samples=3), helpers.replace(helpers.SAMPLING, max_new_tokens=24)
-    expected = next(helpers.engine(model).generate(asked, sampling))
+    expected = generate_responses(helpers.engine(model), asked, sampling)
     made = helpers.engine(model)
     calls = flash()
-    compare(next(made.generate(asked, sampling)), expected)
+    compare(generate_responses(made, asked, sampling), expected)
     if name == "soft_cap":
         assert not calls
     else:
@@ -65,11 +66,11 @@ def test_prompts_and_responses_are_those_of_attention_by_slots(flash, name):
 def test_a_sample_goes_on(flash, length):
     model = helpers.reference(CONFIGS["windowed"])
     asked, sampling = helpers.requests(3, samples=2), helpers.replace(helpers.SAMPLING, max_new_tokens=24)
-    answers = next(helpers.engine(model).generate(asked, sampling))
+    answers = generate_responses(helpers.engine(model), asked, sampling)
     requests, rest = continued(asked, answers, length)
     made = helpers.engine(model, max_sequences=3)
     assert not (calls := flash())
-    met = helpers.flat(next(made.generate(requests, sampling)))
+    met = helpers.flat(generate_responses(made, requests, sampling))
     assert calls
     for response, (tokens, logprobs, _) in zip(met, rest, strict=True):
         assert torch.equal(response.tokens, tokens)

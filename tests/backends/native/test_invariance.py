@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import Gemma2Config
 
+from coalign.backends.engines.session_driver import generate_responses
 from tests.backends.native import helpers
 
 MODELS = {
@@ -33,7 +34,7 @@ MODELS = {
 
 def generate(model, asked, sampling, **settings):
     """{(group, index): (tokens, log-probs as bits)}"""
-    answers = next(helpers.engine(model, **settings).generate(asked, sampling))
+    answers = generate_responses(helpers.engine(model, **settings), asked, sampling)
     return {
         (request.group, index): (response.tokens.tolist(), response.logprobs.view(torch.int32).tolist())
         for request, responses in zip(asked, answers, strict=True)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from coalign.backends.engines.native.native_model import NativeModel
+from coalign.backends.engines.session_driver import generate_responses
 from tests.backends.native import helpers
 
 
@@ -87,13 +88,13 @@ def test_generation_follows_weights_changed_in_place(dtype):
     live = helpers.reference(helpers.qwen2(tie_word_embeddings=False), dtype=dtype)
     engine = helpers.engine(live)
     asked = helpers.requests(3, samples=2)
-    before = helpers.flat(next(engine.generate(asked, helpers.SAMPLING)))
+    before = helpers.flat(generate_responses(engine, asked, helpers.SAMPLING))
     with torch.no_grad():
         for parameter in live.parameters():
             parameter.mul_(1.1)
     engine.load_weights(live.named_parameters(), version=1, adopt=True)
-    after = helpers.flat(next(engine.generate(asked, helpers.SAMPLING)))
-    fresh = helpers.flat(next(helpers.engine(live).generate(asked, helpers.SAMPLING)))
+    after = helpers.flat(generate_responses(engine, asked, helpers.SAMPLING))
+    fresh = helpers.flat(generate_responses(helpers.engine(live), asked, helpers.SAMPLING))
     for old, new, expected in zip(before, after, fresh, strict=True):
         assert new.tokens.tolist() == expected.tokens.tolist()
         assert torch.equal(new.logprobs, expected.logprobs)

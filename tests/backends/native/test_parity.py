@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from coalign.backends.engines.native.native_model import NativeModel
+from coalign.backends.engines.session_driver import generate_responses
 from tests.backends.native import helpers
 
 _SHAPE = dict(
@@ -89,7 +90,7 @@ FAMILIES = {
 def test_log_probs_equal_a_plain_forward(family):
     model = helpers.reference(FAMILIES[family])
     asked = helpers.requests(5, samples=3)
-    answers = next(helpers.engine(model).generate(asked, helpers.SAMPLING))
+    answers = generate_responses(helpers.engine(model), asked, helpers.SAMPLING)
     for request, responses in zip(asked, answers, strict=True):
         for response in responses:
             expected = helpers.reference_logprobs(model, request.prompt, response.tokens)
@@ -100,7 +101,7 @@ def test_log_probs_are_those_of_the_tempered_full_distribution():
     model = helpers.reference(helpers.qwen2())
     asked = helpers.requests(3, samples=2)
     sampling = helpers.replace(helpers.SAMPLING, temperature=0.7, top_k=5, top_p=0.8)
-    for request, responses in zip(asked, next(helpers.engine(model).generate(asked, sampling)), strict=True):
+    for request, responses in zip(asked, generate_responses(helpers.engine(model), asked, sampling), strict=True):
         for response in responses:
             expected = helpers.reference_logprobs(model, request.prompt, response.tokens, temperature=0.7)
             torch.testing.assert_close(response.logprobs, expected, rtol=0, atol=2e-5)
@@ -109,7 +110,8 @@ def test_log_probs_are_those_of_the_tempered_full_distribution():
 def test_bfloat16_is_near_the_float32_model():
     model = helpers.reference(helpers.qwen2(), dtype=torch.bfloat16)
     asked = helpers.requests(5, samples=2)
-    for request, responses in zip(asked, next(helpers.engine(model).generate(asked, helpers.SAMPLING)), strict=True):
+    answers = generate_responses(helpers.engine(model), asked, helpers.SAMPLING)
+    for request, responses in zip(asked, answers, strict=True):
         for response in responses:
             expected = helpers.reference_logprobs(model.float(), request.prompt, response.tokens)
             assert (response.logprobs - expected).abs().mean() < 0.1

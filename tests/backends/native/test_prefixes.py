@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from coalign.backends.engines.native.native_engine import _ActiveSequence, _QueuedRequest, _SequenceSlots
+from coalign.backends.engines.session_driver import generate_responses
 from coalign.types import Response
 from coalign_cpu.library import load_kernels
 from tests.backends.native import helpers
@@ -37,7 +38,7 @@ def generate(
         if made.version == 0 and tokens >= 40:
             made.load_weights(later.items(), version=1, adopt=False)
 
-    answers = next(made.generate(helpers.requests(3, samples=5), sampling, sync))
+    answers = generate_responses(made, helpers.requests(3, samples=5), sampling, sync)
     assert made.version == 1
     return answers, found
 

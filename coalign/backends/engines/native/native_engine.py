@@ -7,8 +7,9 @@ weights and on (seed, group, index, position), as far as this machine's arithmet
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coalign.backends import pretrained
-from coalign.backends.engines.contract import OnToken, QueuedSession
+from coalign.backends.engines.contract import GenerationSession, OnToken
 from coalign.backends.engines.meta_model import MetaModelEngine, MetaModelModule
 from coalign.backends.engines.native import kernels
 from coalign.backends.engines.native import native_model as probe
@@ -224,7 +225,7 @@ log = logging.getLogger(__name__)
 _GROWTH = 5 / 4  # least factor by which the KV cache grows, so that it does not grow at every step
 
 
-class _NativeSession(QueuedSession[_QueuedRequest]):
+class _NativeSession(GenerationSession):
     """Schedules requests on the slots of the KV cache.
 
     The cache is allocated for the longest sequence so far, with as many slots of that length as the engine's kv_tokens
@@ -234,10 +235,11 @@ class _NativeSession(QueuedSession[_QueuedRequest]):
     """
 
     engine: NativeEngine
+    arrived: deque[_QueuedRequest]
+    waiting: deque[_QueuedRequest]
 
-    def __init__(self, engine: NativeEngine, sampling: SamplingConfig, on_token: OnToken | None = None) -> None:
-        bounds = [bound for bound in (engine.model.context, engine.kv_tokens) if bound is not None]
-        super().__init__(engine, sampling, on_token, min(bounds, default=None))
+    def __init__(self, engine: NativeEngine, sampling: SamplingConfig, on_token: OnToken | None) -> None:
+        super().__init__(engine, sampling, on_token)
         self.model = engine.model
         note_seen = sampling.repetition_penalty != 1
         self.slots = _SequenceSlots(self.model, note_seen=note_seen, reserve=partial(engine.reserve, self))
@@ -246,16 +248,17 @@ class _NativeSession(QueuedSession[_QueuedRequest]):
             self._graphs = DecodeGraphs(self._compute_step, self.model.device, type(self.model.module).__name__)
         self._memory: list[Tensor] = []  # all tensors that a step reads and writes
         self._memory_state = (-1, -1)  # loads of the model and changes of the slots when `_memory` was listed
+        self._packing = ExitStack()
+        self._packing.enter_context(self.model.packed())
 
     @property
-    def unfinished(self) -> bool:
-        return bool(self.arrived or self.waiting or self.slots.active)
+    def active(self) -> Sequence[_ActiveSequence]:
+        return self.slots.active
 
     def submit(self, request: Request, on_done: OnDone) -> _QueuedRequest:
         model, kv_tokens = self.model, self.engine.kv_tokens
-        queued = _QueuedRequest.plan(
-            request, self.sampling, on_done, vocabulary=model.vocabulary, context=model.context
-        )
+        limits = {"vocabulary": self.engine.vocabulary, "context": self.engine.context}
+        queued = _QueuedRequest.plan(request, self.sampling, on_done, **limits)
         if kv_tokens is not None and queued.longest > kv_tokens:
             raise ValueError(
                 f"the prompt of group {request.group} may need {len(request.prompt)} + {queued.limit} tokens; "
@@ -267,9 +270,6 @@ class _NativeSession(QueuedSession[_QueuedRequest]):
                 queued.shift = model.images.find_shift(len(request.prompt), request.images)
         self.arrived.append(queued)
         return queued
-
-    def cut_all(self) -> None:
-        self.cut(*self.arrived, *self.waiting, *(sequence.submitted for sequence in self.slots.active))
 
     def take_active(self) -> Sequence[_ActiveSequence]:
         active = self.slots.active
@@ -283,15 +283,17 @@ class _NativeSession(QueuedSession[_QueuedRequest]):
 
     def close(self) -> None:
         """Free the memory of the cache and the graphs now: the session is in reference cycles."""
-        self._graphs = None
-        self._memory.clear()
-        self.slots.release()
+        super().close()
+        with self._packing:
+            self._graphs = None
+            self._memory.clear()
+            self.slots.release()
+            self.engine.reserve(self, 0)
 
     def step(self) -> None:
         self._drop_ended()
         while self.arrived:
             queued = self.arrived.popleft()
-            self.total += queued.request.samples
             if self._find_kept(queued) is None:
                 self.waiting.append(queued)
             else:
@@ -491,6 +493,7 @@ class NativeEngine(MetaModelEngine):
     ``is_invariant``, known once weights are loaded: a token has the same bits in any batch.
     """
 
+    session_class = _NativeSession
     model: NativeModel
     is_invariant = False
 
@@ -512,15 +515,9 @@ class NativeEngine(MetaModelEngine):
     def experts(self) -> tuple[int, int] | None:
         return self.model.experts
 
-    @contextmanager
-    def _start_session(self, sampling: SamplingConfig, on_token: OnToken | None) -> Iterator[_NativeSession]:
-        with self.model.packed():
-            session = _NativeSession(self, sampling, on_token)
-            try:
-                yield session
-            finally:
-                session.close()
-                self.reserve(session, 0)
+    @property
+    def max_tokens(self) -> int | None:
+        return min((limit for limit in (self.context, self.kv_tokens) if limit is not None), default=None)
 
     def _load(self, weights: Iterable[tuple[str, Tensor]], *, adopt: bool) -> None:
         """Also raises ValueError for an architecture that fails check_against_transformers."""

@@ -17,7 +17,7 @@ import random
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from multiprocessing import connection
 from textwrap import shorten
@@ -38,8 +38,8 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from coalign.backends import lora, refuse_unknown
-from coalign.backends.engines.contract import InferenceEngine, OnToken, QueuedSession
-from coalign.backends.engines.request import Decoder, OnDone, PartialResponse, Request, SubmittedRequest
+from coalign.backends.engines.contract import GenerationSession, InferenceEngine, OnToken
+from coalign.backends.engines.request import Decoder, PartialResponse, SubmittedRequest
 from coalign.backends.engines.sampling import sample, uniforms
 from coalign.backends.engines.vllm import weight_loader
 from coalign.backends.engines.vllm.images import ARGUMENTS, ImageInputs
@@ -116,40 +116,32 @@ class _CounterSampler(LogitsProcessor):
         return _SampledRow(params.extra_args[KEY], shared, len(prompt), chosen)
 
 
-class _VLLMSession(QueuedSession[SubmittedRequest]):
+class _VLLMSession(GenerationSession):
     """Submits every sample as one vLLM request. Samples of a prompt and turns of a conversation share keys and values
     through vLLM's prefix cache."""
 
     engine: VLLMEngine
 
-    def __init__(self, engine: VLLMEngine, sampling: SamplingConfig, on_token: OnToken | None = None) -> None:
-        super().__init__(engine, sampling, on_token, engine.context)
+    def __init__(self, engine: VLLMEngine, sampling: SamplingConfig, on_token: OnToken | None) -> None:
+        super().__init__(engine, sampling, on_token)
         self._answers: dict[str, PartialResponse] = {}  # by vLLM's request id
 
     @property
-    def unfinished(self) -> bool:
-        return bool(self.arrived or self._answers)
+    def active(self) -> Sequence[PartialResponse]:
+        """Samples that wait within vLLM are among them: they might reuse keys and values of older weights."""
+        return list(self._answers.values())
 
     @property
     def unstarted(self) -> int:
         return super().unstarted + sum(not answer.tokens for answer in self._answers.values())
 
-    def submit(self, request: Request, on_done: OnDone) -> SubmittedRequest:
-        vocabulary, context = self.engine.vocabulary, self.engine.context
-        submitted = SubmittedRequest.plan(request, self.sampling, on_done, vocabulary=vocabulary, context=context)
-        self.arrived.append(submitted)
-        return submitted
-
     def forget(self, group: int, index: int) -> None:
         """vLLM's prefix cache keeps what there is room for."""
 
-    def cut_all(self) -> None:
-        self.cut(*self.arrived, *(answer.submitted for answer in self._answers.values()))
-
     def take_active(self) -> Sequence[PartialResponse]:
-        """Samples that wait within vLLM are taken, too: they might reuse keys and values of older weights."""
-        answers = list(self._answers.values())
-        self.close()
+        answers = self.active
+        self._abort(list(self._answers))
+        self._answers.clear()
         return answers
 
     def requeue(self, requests: Sequence[SubmittedRequest]) -> None:
@@ -158,9 +150,7 @@ class _VLLMSession(QueuedSession[SubmittedRequest]):
 
     def step(self) -> None:
         while self.arrived:
-            submitted = self.arrived.popleft()
-            self.total += submitted.request.samples
-            self._begin(submitted)
+            self._begin(self.arrived.popleft())
         cut = [name for name, answer in self._answers.items() if answer.submitted.cut]
         self._abort(cut)
         for name in cut:
@@ -171,9 +161,8 @@ class _VLLMSession(QueuedSession[SubmittedRequest]):
                 cast(_VLLMSession, session).record_outputs(outputs)
 
     def close(self) -> None:
-        """Abort unfinished requests."""
-        self._abort(list(self._answers))
-        self._answers.clear()
+        super().close()
+        self.take_active()
 
     def _begin(self, submitted: SubmittedRequest) -> None:
         request, engine = submitted.request, self.engine
@@ -285,6 +274,8 @@ class VLLMEngine(InferenceEngine):
     for images, that vLLM cannot run.
     """
 
+    session_class = _VLLMSession
+
     def __init__(
         self,
         arguments: EngineArgs,
@@ -329,11 +320,6 @@ class VLLMEngine(InferenceEngine):
 
     def close(self) -> None:
         self.llm.engine_core.shutdown()
-
-    @contextmanager
-    def _start_session(self, sampling: SamplingConfig, on_token: OnToken | None) -> Iterator[_VLLMSession]:
-        with closing(_VLLMSession(self, sampling, on_token)) as session:
-            yield session
 
     def _load(self, weights: Iterable[tuple[str, Tensor]], *, adopt: bool) -> None:
         """Copy the weights: vLLM packs them in its own way."""

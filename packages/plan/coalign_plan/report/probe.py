@@ -241,6 +241,7 @@ class MachineProbe:
         from coalign.backends.engines.native.native_engine import NativeEngine
         from coalign.backends.engines.native.native_model import NativeModel
         from coalign.backends.engines.request import Request
+        from coalign.backends.engines.session_driver import generate_responses
         from coalign.config.schema import SamplingConfig
 
         config = Qwen2Config(**SHAPE, num_hidden_layers=layers, eos_token_id=None, bos_token_id=None)
@@ -254,7 +255,7 @@ class MachineProbe:
 
         def generate(tokens: int) -> object:
             requests = [Request(prompt, index, 8) for index, prompt in enumerate(prompts)]
-            return next(engine.generate(requests, SamplingConfig(max_new_tokens=tokens)))
+            return generate_responses(engine, requests, SamplingConfig(max_new_tokens=tokens))
 
         with torch.inference_mode():
             long, short = (self._time(lambda tokens=tokens: generate(tokens)) for tokens in (DECODED, DECODED // 4))

@@ -1,7 +1,6 @@
-"""Steps an engine for requests that arrive at any time: continuous batching over open sessions.
+"""Computes requests that arrive at any time: continuous batching over the sessions of an engine.
 
-A session has one sampling configuration, so each configuration has a session; they take turns. A few idle ones stay
-open, because opening one takes time.
+Each sampling configuration has a session; they take turns. A few idle ones stay open, because opening one takes time.
 """
 
 from __future__ import annotations
@@ -9,17 +8,16 @@ from __future__ import annotations
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 from coalign.backends.engines.contract import GenerationSession
 from coalign.backends.engines.request import Request, SubmittedRequest
 from coalign.backends.engines.rollout_module import RolloutModule
+from coalign.backends.engines.session_driver import GenerationTask, SessionDriver
 from coalign.config.schema import SamplingConfig
 from coalign.threads import start_thread
-from coalign.types import ImageSpan, Response, Status
+from coalign.types import ImageSpan, Status
 
 log = logging.getLogger(__name__)
 
@@ -90,48 +88,40 @@ class CompletionEngine(ABC):
         """End unfinished jobs, and free the engine."""
 
 
-@dataclass(slots=True, eq=False)
-class _RunningJob:
-    job: GenerationJob
-    on_event: OnEvent
-    missing: int
-    submitted: SubmittedRequest | None = None
-    is_cut: bool = False
+class _RunningJob(GenerationTask):
+    """A job and its listener. ``number``: the group of its samples, which tells whose tokens come."""
 
+    def __init__(self, number: int, job: GenerationJob, on_event: OnEvent) -> None:
+        self.number, self.job, self.on_event = number, job, on_event
+        self.total = job.samples
+        self.is_cut = False
+        self.session: GenerationSession | None = None
+        self.submitted: SubmittedRequest | None = None
 
-class _SamplingSession:
-    """An open session, and its unfinished jobs by their number, which is the group of their samples."""
-
-    def __init__(self, module: RolloutModule, sampling: SamplingConfig) -> None:
-        self.stack = ExitStack()
-        self.jobs: dict[int, _RunningJob] = {}
-        self.session: GenerationSession = self.stack.enter_context(module.engine.open(sampling, self._report))
-
-    def begin(self, number: int, running: _RunningJob) -> None:
+    def submit(self, session: GenerationSession) -> _RunningJob:
         """Raises ValueError for a prompt that can never fit."""
-        job = running.job
+        self.session, job = session, self.job
         request = Request(
-            job.prompt, number, job.samples, limit=job.limit, stop=job.stop, images=job.images, stream=job.stream
-        )  # its group tells whose tokens come; its stream, and not the group, chooses them
+            job.prompt, self.number, job.samples, limit=job.limit, stop=job.stop, images=job.images, stream=job.stream
+        )
+        self.submitted = session.submit(request, lambda index, response: self.end_answer(index, response.status))
+        if self.is_cut:  # by another thread, just now
+            self.submitted.cut = True
+        return self
 
-        def finish(index: int, response: Response) -> None:
-            running.missing -= 1
-            if not running.missing:
-                del self.jobs[number]
-            running.on_event(AnswerEnd(index, response.status))
+    def cut(self) -> None:
+        """End the answers as they are; any thread may call this."""
+        self.is_cut = True
+        if self.submitted is not None:
+            self.submitted.cut = True
 
-        running.submitted = self.session.submit(request, finish)
-        self.jobs[number] = running
+    def end_answer(self, index: int, status: Status) -> None:
+        self.finished += 1
+        self.on_event(AnswerEnd(index, status))
 
-    def fail(self, problem: str) -> None:
-        """End all jobs."""
-        jobs, self.jobs = list(self.jobs.values()), {}
-        for running in jobs:
-            running.on_event(JobFailure(problem, is_refused=False))
-
-    def _report(self, group: int, index: int, token: int, logprob: float) -> None:
-        if (running := self.jobs.get(group)) is not None:
-            running.on_event(ChosenToken(index, token, logprob))
+    def fail(self, problem: str, *, is_refused: bool = False) -> None:
+        self.finished = self.total
+        self.on_event(JobFailure(problem, is_refused))
 
 
 class EngineLoop(CompletionEngine):
@@ -139,31 +129,25 @@ class EngineLoop(CompletionEngine):
 
     def __init__(self, module: RolloutModule) -> None:
         self._module = module
-        self._news = threading.Condition()  # guards the next four
-        self._arrived: deque[tuple[int, _RunningJob]] = deque()
-        self._cut: list[_RunningJob] = []
+        self._news = threading.Condition()  # guards the next three
+        self._arrived: list[_RunningJob] = []
         self._number = 0
         self._is_closing = False
-        self._sessions: dict[str, _SamplingSession] = {}  # by their sampling, as JSON; the one used last comes last
-        self._waiting: deque[tuple[int, _RunningJob]] = deque()  # wait until another session is idle
+        self._driver = SessionDriver(module.engine, self._report, max_sessions=OPEN_SESSIONS)
+        self._jobs: dict[int, _RunningJob] = {}  # those in a session, by number
+        self._waiting: list[_RunningJob] = []  # wait until another session is idle
         self._thread = start_thread(self._run, "coalign-engine-loop")
 
     def submit(self, job: GenerationJob, on_event: OnEvent) -> Callable[[], None]:
-        running = _RunningJob(job, on_event, job.samples)
         with self._news:
             if self._is_closing:
                 on_event(JobFailure(ENDED, is_refused=False))
                 return lambda: None
             self._number += 1
-            self._arrived.append((self._number, running))
+            running = _RunningJob(self._number, job, on_event)
+            self._arrived.append(running)
             self._news.notify()
-
-        def cut() -> None:
-            with self._news:
-                self._cut.append(running)
-                self._news.notify()
-
-        return cut
+        return running.cut
 
     @property
     def failure(self) -> str | None:
@@ -179,70 +163,50 @@ class EngineLoop(CompletionEngine):
         try:
             while self._take_news():
                 self._begin_waiting()
-                for sampling in [name for name, session in self._sessions.items() if session.jobs]:
-                    self._step(sampling)
+                for session in self._driver.busy:
+                    self._step(session)
+                self._jobs = {number: running for number, running in self._jobs.items() if not running.done}
         finally:
-            for session in self._sessions.values():
-                session.fail(ENDED)
-                session.stack.close()
-            for _, running in [*self._waiting, *self._arrived]:
-                running.on_event(JobFailure(ENDED, is_refused=False))
+            for running in [*self._jobs.values(), *self._waiting, *self._arrived]:
+                if not running.done:
+                    running.fail(ENDED)
+            self._driver.close()
             self._module.close()
 
     def _take_news(self) -> bool:
-        """Take jobs that have arrived or were cut; wait for some if there is nothing to compute. False: closing."""
+        """Take jobs that have arrived; wait for some if there is nothing to compute. False: closing."""
         with self._news:
-            busy = bool(self._waiting) or any(session.jobs for session in self._sessions.values())
-            self._news.wait_for(lambda: busy or self._arrived or self._cut or self._is_closing)
+            busy = bool(self._waiting or self._jobs)
+            self._news.wait_for(lambda: busy or self._arrived or self._is_closing)
             self._waiting += self._arrived
-            self._arrived.clear()
-            cut, self._cut = self._cut, []
-            closing = self._is_closing
-        for running in cut:
-            running.is_cut = True
-            if running.submitted is not None:
-                running.submitted.cut = True
-        return not closing
+            self._arrived = []
+            return not self._is_closing
 
     def _begin_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, deque()
-        for number, running in waiting:
+        waiting, self._waiting = self._waiting, []
+        for running in waiting:
             if running.is_cut:
-                for index in range(running.job.samples):
-                    running.on_event(AnswerEnd(index, Status.PARTIAL))
-            elif (chosen := self._open(running.job.sampling)) is None:
-                self._waiting.append((number, running))
+                for index in range(running.total):
+                    running.end_answer(index, Status.PARTIAL)
+            elif sum(session.sampling != running.job.sampling for session in self._driver.busy) >= OPEN_SESSIONS:
+                self._waiting.append(running)
             else:
                 try:
-                    chosen.begin(number, running)
+                    self._driver.begin(running.job.sampling, running.submit)
+                    self._jobs[running.number] = running
                 except ValueError as error:
-                    running.on_event(JobFailure(str(error).replace(f" of group {number}", ""), is_refused=True))
+                    running.fail(str(error).replace(f" of group {running.number}", ""), is_refused=True)
 
-    def _open(self, sampling: SamplingConfig) -> _SamplingSession | None:
-        """Return the session of a sampling configuration, opened if needed; None while too many others are busy."""
-        name = sampling.model_dump_json()
-        chosen = self._sessions.pop(name, None)
-        if chosen is None:
-            idle = [idle_name for idle_name, session in self._sessions.items() if not session.jobs]
-            if len(self._sessions) >= OPEN_SESSIONS:
-                if not idle:
-                    return None
-                self._sessions.pop(idle[0]).stack.close()
-            chosen = _SamplingSession(self._module, sampling)
-        self._sessions[name] = chosen
-        return chosen
+    def _report(self, number: int, index: int, token: int, logprob: float) -> None:
+        self._jobs[number].on_event(ChosenToken(index, token, logprob))
 
-    def _step(self, name: str) -> None:
+    def _step(self, session: GenerationSession) -> None:
         """Compute a token of each answer of a session. A failure ends the jobs of this session alone."""
-        session = self._sessions[name]
         try:
-            with self._module.engine.stepping():
-                session.session.step()
-            problem = "" if session.session.unfinished or not session.jobs else "the engine lost responses"
+            self._driver.step([session])
         except Exception as error:
             log.exception("a step of the engine failed")
-            problem = f"{type(error).__name__}: {error}"
-        if problem:
-            del self._sessions[name]
-            session.fail(problem)
-            session.stack.close()
+            for running in self._jobs.values():
+                if running.session is session and not running.done:
+                    running.fail(f"{type(error).__name__}: {error}")
+            self._driver.close(session)

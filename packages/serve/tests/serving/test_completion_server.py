@@ -166,7 +166,7 @@ def test_requests_are_computed_together(served):
 def test_more_ways_of_sampling_than_sessions(served):
     with ThreadPoolExecutor(10) as pool:
         list(pool.map(lambda i: complete(served[0], temperature=0.5 + i / 10), range(2 * OPEN_SESSIONS)))
-    assert len(served[1]._sessions) <= OPEN_SESSIONS
+    assert len(served[1]._driver.tasks) <= OPEN_SESSIONS
 
 
 def test_jobs_that_wait_begin_when_all_sessions_end_in_one_step(served):
@@ -244,7 +244,7 @@ def test_answers_to_a_client_that_leaves_are_cut(served, stream):
     wait_until_idle(base)
     assert call(f"{base}/health")[1]["done"] == before
     deadline = time.monotonic() + 20
-    while any(each.jobs for each in loop._sessions.values()):
+    while loop._driver.busy:
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -264,7 +264,7 @@ def test_a_full_server_turns_requests_away(served):
 
 def test_what_goes_wrong_in_a_step_ends_its_requests_and_no_others(served, monkeypatch, caplog):
     base, loop = served
-    session = next(iter(loop._sessions.values())).session
+    session = next(iter(loop._driver.tasks))
 
     def fail(self):
         raise FloatingPointError("logits are not finite")
