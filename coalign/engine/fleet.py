@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from coalign.cluster.future import WorkerError, WorkerLost
 from coalign.config.schema import AutoscaleConfig
-from coalign.engine.hooks.checkpoint import MODELS
 from coalign.types import Stats, Total
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ class _AutoscaleRule:
 class Fleet:
     """Changes the number of processes of a run's models, and starts replicas later that wait for devices.
 
-    ``save(engine)`` writes a training state and returns its path: trained models start again from it.
+    ``save(engine)`` writes the state of trained models, which start again from it, and returns its folder.
     """
 
     def __init__(self, autoscale: Mapping[str, AutoscaleConfig], save: Callable[[Engine], Path]) -> None:
@@ -93,7 +92,7 @@ class Fleet:
         if name in engine.learning:
             saved = self._save(engine)
             started = engine.cluster.resize(name, processes)
-            engine.running[name].load(str(saved / MODELS / name)).result()
+            engine.running[name].load(str(saved / name)).result()
         else:
             started = engine.cluster.resize(name, processes)
             self._targets[name] = processes

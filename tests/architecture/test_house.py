@@ -20,22 +20,24 @@ from tests.architecture.test_imports import COMPANION_FILES, FILES, PACKAGE, nam
 BUDGETS = {
     "algorithms": 2_325,
     "backends": 11_540,
+    "checkpoint": 1_295,
     "cli": 495,
     "cluster": 6_475,
     "config": 3_320,
-    "data": 5_945,
-    "engine": 6_100,
+    "data": 5_980,
+    "engine": 4_865,
     "environments": 1_640,
-    "launch": 1_990,
+    "launch": 1_950,
     "processes": 845,
     "recipes": 1_010,
     "report": 1_360,
+    "resilience": 110,
     "rewards": 905,
-    "run_files": 805,
+    "run_files": 725,
     "weights": 2_060,
     "": 2_860,  # modules beside the rooms
 }
-CORE_FILES, CORE_LINES = 290, 49_600
+CORE_FILES, CORE_LINES = 290, 49_680
 # Words that stand for a noun in a name: `found` for the nodes that were found.
 FILLERS = {
     *("found", "part", "parts", "each", "own", "kind", "kinds", "place", "places", "whole", "late", "begun", "most"),
@@ -103,7 +105,7 @@ def test_no_function_is_longer_than_100_lines():
     assert not [node.name for node in functions if (node.end_lineno or 0) - node.lineno >= 100]
 
 
-@pytest.mark.parametrize(("module", "most"), [("coalign.launch.run", 144), ("coalign.cli", 14)])
+@pytest.mark.parametrize(("module", "most"), [("coalign.launch.run", 147), ("coalign.cli", 14)])
 def test_a_start_loads_few_modules(module, most):
     code = f"import sys, {module}; print(sum(name.partition('.')[0].startswith('coalign') for name in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

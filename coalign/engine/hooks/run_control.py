@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from coalign.cluster.future import WorkerError, WorkerLost
 from coalign.engine.engine import Hook
 from coalign.engine.fleet import Fleet
-from coalign.engine.hooks.checkpoint import Save
 from coalign.files import Sink, describe_problem
 from coalign.run_files.control import NAME, ControlRequest, ControlResult, read_request, write_answer
 from coalign.types import Stats
@@ -32,10 +31,11 @@ ECHO_SECONDS = 0.5  # the same signal within this time is the same request
 class RunControl(Hook):
     """Serves the requests of coalign.run_files.control after each step. A refused request changes nothing.
 
-    Then the ``fleet`` adapts. ``stopped``: whether a request has ended the run.
+    Then the ``fleet`` adapts. ``save`` writes a checkpoint of the last step, and returns its path. ``stopped``: whether
+    a request has ended the run.
     """
 
-    def __init__(self, run: Path, save: Save, fleet: Fleet) -> None:
+    def __init__(self, run: Path, save: Callable[[Engine], Path], fleet: Fleet) -> None:
         self.run = run
         self.save = save
         self.fleet = fleet
@@ -73,11 +73,11 @@ class RunControl(Hook):
         if not engine.progress.healthy:
             raise ValueError(f"step {engine.step} is unhealthy (runtime.guards), and is not saved")
         engine.phase("save")
-        return f"step {engine.step} is in {self.save.save_now(engine)}"
+        return f"step {engine.step} is in {self.save(engine)}"
 
     def _stop(self, engine: Engine) -> str:
         engine.phase("save")
-        saved = self.save.save_now(engine)
+        saved = self.save(engine)
         if not engine.complete:
             self.stopped = True
             engine.progress.request_stop("asked to stop")

@@ -1,4 +1,4 @@
-"""Checkpoints: their content, when one is written, and how a run resumes from one.
+"""What a run saves, and when: ``Save`` on the disk, with copies elsewhere, and ``SaveInMemory``.
 
 ``checkpoints/step_N/`` holds:
 
@@ -10,7 +10,7 @@
 - ``manifest.json``: size and SHA-256 of every other file. It is written last.
 
 Training waits only until the state is copied to host memory (backends without `begin_saves`: until it is written).
-checkpoint_folder.py completes the checkpoint meanwhile.
+folder.py completes the checkpoint meanwhile.
 """
 
 from __future__ import annotations
@@ -19,30 +19,27 @@ import json
 import logging
 import shutil
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from coalign.checkpoint.resume import MODELS, RunStores, find_distant_model, find_newest, rewind_engine
 from coalign.cluster.future import WorkerLost
-from coalign.config.schema import RunConfig
-from coalign.data.batch import Batch
+from coalign.config.schema.runtime import RuntimeConfig
+from coalign.data.batch import save_batches
 from coalign.engine.engine import Hook
-from coalign.engine.hooks.checkpoint_folder import Checkpoints
 from coalign.engine.hooks.evaluation import is_improvement
-from coalign.types import ImageSpan, Stats, Total
+from coalign.files import Sink
+from coalign.types import Stats, Total
 
 if TYPE_CHECKING:
     from coalign.cluster.dist import DistModel
     from coalign.cluster.future import BatchRef
     from coalign.engine.engine import Engine
-    from coalign.engine.hooks.checkpoint_remote import RemoteCheckpoints
-
 
 log = logging.getLogger(__name__)
-MODELS = "models"  # folder of a checkpoint that the trained models' processes write
 
 
 class _ModelFiles:
@@ -81,7 +78,7 @@ def write_engine_state(
         "hooks": {type(hook).__name__: hook.state_dict() for hook in engine.hooks},
     }
     (directory / "state.json").write_text(json.dumps(state, indent=1))
-    torch.save(to_plain(environment), directory / "buffer.pt")
+    save_batches(environment, directory / "buffer.pt")
     files, saves = _ModelFiles(), []
     save_starts = [engine.running[name].call("begin_saves", fatal=False) for name in engine.learning]
     try:
@@ -110,120 +107,36 @@ def write_engine_state(
     return files
 
 
-def read_checkpoint(directory: Path, config: RunConfig) -> dict[str, Any]:
-    """Read a checkpoint's state.json. Raises ValueError for one of another recipe or other data."""
-    state = json.loads((directory / "state.json").read_text())
-    if state["algorithm"] != config.algorithm:
-        raise ValueError(f"{directory} is of a `{state['algorithm']}` run; this one is `{config.algorithm}`")
-    if (state["ptx"] is None) != (config.ptx is None):
-        there, here = ("with", "without") if state["ptx"] else ("without", "with")
-        raise ValueError(f"{directory} is of a run {there} `ptx`; this one is {here} it")
-    return state
-
-
-def restore_engine(engine: Engine, directory: Path) -> None:
-    """Resume from a checkpoint, hooks included. Raises ValueError for one of another recipe or other data."""
-    state = read_checkpoint(directory, engine.config)
-    for hook in engine.hooks:
-        if saved := state["hooks"].get(type(hook).__name__):
-            hook.load_state_dict(saved)
-    _load_training_state(engine, directory, state)
-    _load_data_state(engine, directory, state)
-
-
-def rewind_engine(engine: Engine, directory: Path, *, repeat: bool) -> None:
-    """Return to the weights and the step of a checkpoint of this run, and tell the hooks (``after_rewind``).
-
-    ``repeat``: also to its samples and its position in the data. Otherwise the run continues with data not drawn yet,
-    and all samples since the checkpoint are discarded, also those being generated.
-    """
-    state = json.loads((directory / "state.json").read_text())
-    _load_training_state(engine, directory, state)
-    if repeat:
-        _load_data_state(engine, directory, state)
-    else:
-        engine.environment.restart(engine.step)
-    engine.training.sync(engine.step)
-    for hook in engine.hooks:
-        hook.after_rewind(state["hooks"].get(type(hook).__name__, {}), repeat=repeat)
-
-
-def _load_training_state(engine: Engine, directory: Path, state: dict[str, Any]) -> None:
-    """Load the trained models, the state of rewards and recipe, and the step."""
-    loads = [engine.running[name].load(str(directory / MODELS / name)) for name in engine.learning]
-    for load in loads:
-        load.result()
-    engine.progress.return_to(state["step"], state["tokens"])
-    if engine.rewards:
-        engine.rewards.load_state_dict(state["rewards"])
-    engine.load_state_dict(state["recipe"])
-
-
-def _load_data_state(engine: Engine, directory: Path, state: dict[str, Any]) -> None:
-    """Load the samples between environment and trainer, and the position in the data."""
-    environment = _from_plain(load_plain(directory / "buffer.pt"))
-    engine.environment.load_state_dict({"loader": state["loader"], **environment})
-    if engine.ptx_loader:
-        engine.ptx_loader.load_state_dict(state["ptx"])
-
-
-def to_plain(value: Any) -> Any:
-    """Replace the batches in a state by dictionaries of tensors and lists, which load without running any code."""
-    if isinstance(value, Batch):
-        return {"lengths": value.lengths, "token": dict(value.token), "sequence": dict(value.sequence)}
-    if isinstance(value, list):
-        return [to_plain(item) for item in value]
-    return {key: to_plain(item) for key, item in value.items()} if isinstance(value, dict) else value
-
-
-def load_plain(path: str | Path) -> Any:
-    """Load a file of what `to_plain` returns: tensors, plain values, and spans of images."""
-    with torch.serialization.safe_globals([ImageSpan]):
-        return torch.load(path, weights_only=True)
-
-
-def _from_plain(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_from_plain(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if value.keys() == {"lengths", "token", "sequence"}:
-        return Batch(**value)
-    return {key: _from_plain(item) for key, item in value.items()}
+@contextmanager
+def _survive(report: Callable[[Exception], None]) -> Iterator[None]:
+    """Report an error in place of raising it, unless a process is lost: that is for the loop, which starts it again."""
+    try:
+        yield
+    except WorkerLost:
+        raise
+    except Exception as problem:  # libraries that write tensors report a full disk by their own error types
+        report(problem)
 
 
 class Save(Hook):
-    """Begins a checkpoint every ``every`` steps and ``minutes``, at the end, and when the loop is asked to stop.
+    """Begins a checkpoint every `save_every` steps and `save_minutes`, at the end, and when the loop is asked to stop.
 
     It is written while training goes on. The next one, a rollback and the end of the run wait for it. An unhealthy step
     (coalign.engine.hooks.guards) is not saved unless the run ends there. A checkpoint that cannot be written, for
     whatever reason, does not end the run: a warning names the last good one. Only the first checkpoint (a run that
-    cannot save should not continue) and the last one must succeed. Complete checkpoints are also copied to ``remote``;
-    only the end of the run waits for the copies.
+    cannot save should not continue) and the last one must succeed. Complete checkpoints are also copied elsewhere; only
+    the end of the run waits for the copies.
     """
 
-    def __init__(
-        self,
-        checkpoints: Checkpoints,
-        every: int,
-        minutes: float = 0.0,
-        best: str | None = None,
-        mode: Literal["max", "min"] = "max",
-        remote: RemoteCheckpoints | None = None,
-    ) -> None:
-        """``every``, ``minutes``: 0 switches saving by steps, by time off."""
-        self.checkpoints = checkpoints
-        self.every = every
-        self.seconds = 60.0 * minutes
-        self.saved_at = time.monotonic()  # start of the newest checkpoint
-        self.metric = best
-        self.mode: Literal["max", "min"] = mode
+    def __init__(self, stores: RunStores, runtime: RuntimeConfig) -> None:
+        self.disk, self.remote = stores.disk, stores.remote
+        self.runtime = runtime
+        self._saved_at = time.monotonic()  # start of the newest checkpoint
         self.best: tuple[float, int] | None = None  # value, step
         self._kept: int | None = None  # the best step that has a checkpoint
         self._step = 0  # step of the newest checkpoint
         self._first = 0  # step at which this process began
-        self.remote = remote
-        checkpoints.on_complete = self._tidy
+        self.disk.on_complete = self._tidy
 
     def begin(self, engine: Engine) -> None:
         self._first = engine.step
@@ -232,30 +145,30 @@ class Save(Hook):
         last = engine.complete or engine.stop is not None
         if self.remote and (failures := self.remote.take_failures()):
             engine.progress.report_late({"checkpoint/remote_failed": Total(failures)})
-        if engine.progress.healthy and self.metric in stats:
-            value = stats[self.metric].value
-            if is_improvement(value, self.best and self.best[0], self.mode):
-                self.best = (value, engine.step)
-        is_best = self.best is not None and self.best[1] == engine.step
-        due = is_best or (self.every and engine.step % self.every == 0)
-        overdue = self.seconds and time.monotonic() - self.saved_at >= self.seconds
-        due = due or (overdue and engine.served == engine.step)  # between two syncs the generators have older weights
-        if not (last or (due and engine.progress.healthy)):
+        metric = stats.get(self.runtime.best or "")
+        best = self.best and self.best[0]
+        if metric and engine.progress.healthy and is_improvement(metric.value, best, self.runtime.best_mode):
+            self.best = (metric.value, engine.step)
+        if not (last or (engine.progress.healthy and self._is_due(engine))):
             self._complete(engine, wait=False)
             return
         engine.phase("save")
         self._complete(engine, wait=True)
         self._step = engine.step
-        try:
-            self.checkpoints.begin(engine.step, lambda directory: write_engine_state(engine, directory))
-        except WorkerLost:  # the engine restarts the process
-            raise
-        except Exception as problem:  # libraries that write tensors report a full disk by their own error types
-            self._report(engine, problem, fatal=last)
-        self.saved_at = time.monotonic()
+        with _survive(partial(self._report, engine, fatal=last)):
+            self.disk.begin(engine.step, partial(write_engine_state, engine))
+        self._saved_at = time.monotonic()
         if last:
             self._complete(engine, wait=True, fatal=True)
         engine.phase("hooks")
+
+    def _is_due(self, engine: Engine) -> bool:
+        """Whether to save this step: since it is the best one, by its number, or by the time."""
+        is_best = self.best is not None and self.best[1] == engine.step
+        every, seconds = self.runtime.save_every, 60.0 * self.runtime.save_minutes
+        overdue = seconds > 0 and time.monotonic() - self._saved_at >= seconds
+        # Between two syncs the generators have older weights.
+        return is_best or (every > 0 and engine.step % every == 0) or (overdue and engine.served == engine.step)
 
     def save_now(self, engine: Engine) -> Path:
         """Write a checkpoint of the last step, unless there is one, and wait for it; return its path.
@@ -263,11 +176,31 @@ class Save(Hook):
         Raises what writing raises.
         """
         self._complete(engine, wait=True)
-        if engine.step not in self.checkpoints.steps():
+        if engine.step not in self.disk.steps():
             self._step = engine.step
-            self.checkpoints.write(engine.step, partial(write_engine_state, engine))
-            self.saved_at = time.monotonic()
-        return self.checkpoints.path(engine.step)
+            self.disk.write(engine.step, partial(write_engine_state, engine))
+            self._saved_at = time.monotonic()
+        return self.disk.path(engine.step)
+
+    def list_saved(self) -> list[int]:
+        """Return the steps that have a checkpoint, ascending."""
+        return self.disk.steps()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written. Raises what writing raised."""
+        self.disk.finish()
+
+    def roll_back(self, engine: Engine) -> None:
+        """Return to the newest checkpoint, go on with data not drawn yet, and save that.
+
+        Raises RuntimeError without one, CorruptCheckpoint if all are damaged, and what writing raises.
+        """
+        newest = find_newest([self.disk])
+        if newest is None:
+            raise RuntimeError(f"no checkpoint in {self.disk.directory} is intact, so the step stays unhealthy")
+        rewind_engine(engine, newest, repeat=False)
+        # With the current data position and count: a run that is killed here must not meet the same data again.
+        self.disk.write(engine.step, partial(write_engine_state, engine))
 
     def end(self, engine: Engine) -> None:
         engine.phase("save")
@@ -284,15 +217,15 @@ class Save(Hook):
         """
         engine.cluster.accept_calls()
         try:
-            self.checkpoints.finish()
+            self.disk.finish()
         except Exception as problem:
             error.add_note(f"step {self._step} could not be saved: {_first_line(problem)}")
         snapshot = engine.progress.consistent_state
-        steps = self.checkpoints.steps()
+        steps = self.disk.steps()
         new = engine.step > self._first and engine.step not in steps
         if snapshot is not None and engine.progress.healthy and new:
             try:
-                self.checkpoints.write(engine.step, partial(write_engine_state, engine, snapshot=snapshot))
+                self.disk.write(engine.step, partial(write_engine_state, engine, snapshot=snapshot))
                 steps.append(engine.step)
             except Exception as problem:
                 error.add_note(f"step {engine.step} could not be saved: {_first_line(problem)}")
@@ -308,17 +241,13 @@ class Save(Hook):
 
     def _complete(self, engine: Engine, *, wait: bool, fatal: bool = False) -> None:
         """Handle the end of a checkpoint that is being written; with ``wait``, wait for it."""
-        try:
-            self.checkpoints.finish() if wait else self.checkpoints.poll()
-        except WorkerLost:  # the engine starts it again
-            raise
-        except Exception as problem:
-            self._report(engine, problem, fatal=fatal)
+        with _survive(partial(self._report, engine, fatal=fatal)):
+            self.disk.finish() if wait else self.disk.poll()
 
     def _report(self, engine: Engine, problem: Exception, *, fatal: bool) -> None:
         """Log that the newest checkpoint could not be written; raise ``problem`` if it is ``fatal``, or the first."""
-        good = self.checkpoints.steps()
-        free = f"{shutil.disk_usage(self.checkpoints.directory).free / 2**20:.1f} MiB are free on that disk"
+        good = self.disk.steps()
+        free = f"{shutil.disk_usage(self.disk.directory).free / 2**20:.1f} MiB are free on that disk"
         if fatal or not good:
             problem.add_note(f"the checkpoint of step {self._step} could not be written; {free}")
             raise problem
@@ -333,24 +262,92 @@ class Save(Hook):
 
     def _tidy(self, step: int) -> None:
         """Point `model` to the best or newest checkpoint, and delete old ones."""
-        if self.best is not None and self.best[1] in self.checkpoints.steps():
+        if self.best is not None and self.best[1] in self.disk.steps():
             self._kept = self.best[1]  # until then the previous best one stays
         if self.remote:  # if the run folder was lost, the best checkpoint may exist there only
             self.remote.begin(step, self.best[1] if self._kept is None and self.best else self._kept)
         try:
-            self.checkpoints.link_model(step if self._kept is None else self._kept)
+            self.disk.link_model(step if self._kept is None else self._kept)
             self._prune()
         except OSError as problem:
             log.warning("the checkpoint of step %d is complete, but: %s", step, problem)
 
     def _prune(self) -> None:
-        self.checkpoints.prune(self._kept, self.remote.list_held() if self.remote else ())
+        self.disk.prune(self._kept, self.remote.list_held() if self.remote else ())
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.best = tuple(state["best"]) if state["best"] else None
+
+
+class SaveInMemory(Hook):
+    """Writes a checkpoint in memory every `save_in_memory_every` steps (0: never), without exports.
+
+    One that cannot be written is logged, and the run goes on.
+    """
+
+    def __init__(self, stores: RunStores, every: int) -> None:
+        self.memory, self.disk = stores.memory, stores.disk
+        self.every = every
+        self._sink = Sink(f"the checkpoint in memory ({self.memory.directory}; runtime.save_in_memory_every)")
+        self.memory.on_complete = self._tidy
+
+    def begin(self, engine: Engine) -> None:
+        """Write the first checkpoint. ValueError if a trained model has processes on another node than the driver."""
+        if self.every and (name := find_distant_model(engine)):
+            raise ValueError(
+                f"runtime.save_in_memory_every is {self.every}, and models.{name} has processes on another node than "
+                "the driver, which cannot read this one's memory: set it to 0, and `runtime.save_every` to as many "
+                "steps as you can bear to lose"
+            )
+        if self.every and engine.step not in (*self.memory.steps(), *self.disk.steps()):
+            self._write(engine)
+
+    def after_step(self, engine: Engine, stats: Stats, batch: BatchRef) -> None:
+        if self.every and engine.progress.healthy and engine.step % self.every == 0 and engine.served == engine.step:
+            self._write(engine)
+
+    def before_training(self, engine: Engine) -> None:
+        """Wait until the last step's checkpoint is complete, so that at most the current step can be lost."""
+        with _survive(self._report):
+            self.memory.finish()
+
+    def save_models(self, engine: Engine) -> Path:
+        """Write a checkpoint of the last step, unless there is one; return the folder of its trained models.
+
+        It is on disk where the cluster has several nodes: processes that load it may be on any of them. Raises OSError.
+        """
+        in_memory = len(engine.cluster.nodes) <= 1
+        folder = self.memory if in_memory else self.disk
+        folder.finish()
+        if engine.step not in folder.steps():
+            folder.write(engine.step, partial(write_engine_state, engine, exports=not in_memory))
+        return folder.path(engine.step) / MODELS
+
+    def end(self, engine: Engine) -> None:
+        """Free the memory: the last checkpoint is on the disk."""
+        self.before_training(engine)
+        self.memory.clear()
+
+    def _write(self, engine: Engine) -> None:
+        engine.phase("save")
+        with _survive(self._report):
+            self.memory.finish()
+            if name := find_distant_model(engine):
+                raise OSError(f"models.{name} now has processes on another node than the driver")
+            self.memory.begin(engine.step, partial(write_engine_state, engine, exports=False))
+        engine.phase("hooks")
+
+    def _tidy(self, step: int) -> None:
+        """Delete old checkpoints after one has become complete."""
+        with self._sink.survive():
+            self.memory.prune(None)
+
+    def _report(self, problem: Exception) -> None:
+        with self._sink.survive(Exception):
+            raise problem
 
 
 def _first_line(problem: Exception) -> str:
