@@ -46,16 +46,12 @@ class UnfinishedFiles(Protocol):
 class _CheckpointWriting:
     """A checkpoint that is being written."""
 
-    def __init__(self, step: int, aside: Path, files: UnfinishedFiles | None, cleanup: ExitStack) -> None:
+    def __init__(self, step: int, aside: Path, files: UnfinishedFiles, cleanup: ExitStack) -> None:
         self.step, self.aside, self.files = step, aside, files
         self.cleanup = cleanup  # renames the directory, or deletes it after an error
         self.reported = threading.Event()  # all files are written
         self.cancelled = threading.Event()
         self.done: Future[None]  # ends with the thread that completes the checkpoint
-
-    @property
-    def paths(self) -> list[Path]:
-        return self.files.paths if self.files else []
 
 
 class _Cancelled(Exception):
@@ -83,7 +79,7 @@ class CheckpointFolder:
     def path(self, step: int) -> Path:
         return self.directory / f"step_{step}"
 
-    def begin(self, step: int, write_files: Callable[[Path], UnfinishedFiles | None]) -> None:
+    def begin(self, step: int, write_files: Callable[[Path], UnfinishedFiles]) -> None:
         """Begin the checkpoint of ``step``; ``write_files(directory)`` writes its files, or has workers write them.
 
         The previous one must be finished. Raises what ``write_files`` raises; nothing is left behind then.
@@ -113,15 +109,14 @@ class CheckpointFolder:
         if writing is None:
             return
         try:
-            if writing.files and not writing.reported.is_set():
+            if not writing.reported.is_set():
                 writing.files.finish()
             writing.done.result()
         except Exception:
             writing.cancelled.set()
             writing.done.exception()  # waits
-            if writing.files:  # workers that still write would create the directory again
-                with suppress(Exception):
-                    writing.files.finish()
+            with suppress(Exception):  # workers that still write would create the directory again
+                writing.files.finish()
             delete_path(writing.aside)
             raise
         self.on_complete(writing.step)
@@ -131,10 +126,10 @@ class CheckpointFolder:
 
         Raises what `finish` raises.
         """
-        if self._writing is not None and self._writing.files is not None:
+        if self._writing is not None:
             with suppress(Exception):
                 self._writing.files.finish()  # waits for the processes that live
-            are_written = all(read_report(path) is not None for path in self._writing.paths)
+            are_written = all(read_report(path) is not None for path in self._writing.files.paths)
             if not self._writing.reported.is_set() and not are_written:
                 self._writing.cancelled.set()
         self.finish()
@@ -144,7 +139,7 @@ class CheckpointFolder:
         if self._writing is not None:
             self._writing.cancelled.set()
 
-    def write(self, step: int, write_files: Callable[[Path], UnfinishedFiles | None]) -> Path:
+    def write(self, step: int, write_files: Callable[[Path], UnfinishedFiles]) -> Path:
         """Write the checkpoint of ``step`` and wait for it; return its path. Raises what `begin` and `finish` raise."""
         self.begin(step, write_files)
         self.finish()
@@ -163,7 +158,7 @@ class CheckpointFolder:
 
     def _wait_for_reports(self, writing: _CheckpointWriting) -> None:
         """Wait until all files are written. OSError if one cannot be; _Cancelled."""
-        waiting = [*writing.paths]
+        waiting = [*writing.files.paths]
         while waiting:
             reports = {path: read_report(path) for path in waiting}
             for problem in filter(None, reports.values()):
@@ -171,7 +166,7 @@ class CheckpointFolder:
             waiting = [path for path, report in reports.items() if report is None]
             if writing.cancelled.wait(_POLL_SECONDS if waiting else 0):
                 raise _Cancelled
-        for path in writing.paths:
+        for path in writing.files.paths:
             delete_report(path)
         writing.reported.set()
 
@@ -247,7 +242,7 @@ class MemoryFolder(CheckpointFolder):
         for left in filter(_is_left, MEMORY.glob(f"coalign-{os.getuid()}-*")):
             delete_path(left)
 
-    def begin(self, step: int, write_files: Callable[[Path], UnfinishedFiles | None]) -> None:
+    def begin(self, step: int, write_files: Callable[[Path], UnfinishedFiles]) -> None:
         self.directory.mkdir(mode=0o700, exist_ok=True)
         if not (link := self.directory / RUN).is_symlink():
             link.symlink_to(self.run.absolute())

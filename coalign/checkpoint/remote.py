@@ -188,8 +188,8 @@ class RemoteCheckpoints:
         if step in copies:
             if MANIFEST in copies[step] and files.cat_file(f"{target}/{MANIFEST}") == manifest:
                 return
-            self._delete(step, copies[step])  # left by a run that was killed, or by this run before a rollback
-        started_at, stored_paths = time.monotonic(), self._list_newest_files(copies.keys() - {step}, copies)
+            self._delete(step, copies.pop(step))  # left by a run that was killed, or by this run before a rollback
+        started_at, stored_paths = time.monotonic(), self._list_newest_files(copies)
         self._sent, self._size = 0, sum(size for size, _ in entries.values())
         uploaded = 0
         for name, (size, digest) in entries.items():
@@ -236,11 +236,9 @@ class RemoteCheckpoints:
         if not files.async_impl:  # object stores, which are, have no directories
             files.makedirs(path.rpartition("/")[0], exist_ok=True)
 
-    def _list_newest_files(
-        self, steps: set[int], copies: dict[int, dict[str, int]]
-    ) -> dict[tuple[int, str | None], str]:
+    def _list_newest_files(self, copies: dict[int, dict[str, int]]) -> dict[tuple[int, str | None], str]:
         """Return the paths of the newest copy's files by size and hash."""
-        newest = max((step for step in steps if MANIFEST in copies[step]), default=None)
+        newest = max((step for step, names in copies.items() if MANIFEST in names), default=None)
         if newest is None:
             return {}
         return {entry: f"{self._path(newest)}/{name}" for name, entry in self._read_manifest(newest)[1].items()}

@@ -36,7 +36,7 @@ from coalign.types import Stats, Total
 
 if TYPE_CHECKING:
     from coalign.cluster.dist import DistModel
-    from coalign.cluster.future import BatchRef
+    from coalign.cluster.future import BatchRef, Future
     from coalign.engine.engine import Engine
 
 log = logging.getLogger(__name__)
@@ -84,20 +84,17 @@ def write_engine_state(
     try:
         for i, (name, save_start) in enumerate(zip(engine.learning, save_starts, strict=True)):
             model, suffix = engine.running[name], "" if i == 0 else f"_{name}"
-            paths = [directory / MODELS / name]
-            saves.append(model.save(str(paths[0])))
+            writes: dict[Path, Callable[[str], Future]] = {directory / MODELS / name: model.save}
             if exports:
-                paths.append(directory / f"hf{suffix}")
-                saves.append(model.save_hf(str(paths[-1])))
+                writes[directory / f"hf{suffix}"] = model.save_hf
             if exports and model.config.ema:
-                paths.append(directory / f"hf{suffix}_ema")
-                saves.append(model.save_hf(str(paths[-1]), average=True))
+                writes[directory / f"hf{suffix}_ema"] = partial(model.save_hf, average=True)
             if exports and model.config.lora:
-                paths.append(directory / f"adapter{suffix}")
-                saves.append(model.save_adapter(str(paths[-1])))
+                writes[directory / f"adapter{suffix}"] = model.save_adapter
+            saves += [save(str(path)) for path, save in writes.items()]
             if save_start.result():
                 files.models.append(model)
-                files.paths += paths
+                files.paths += writes
         for save in saves:
             save.result()
     except Exception:

@@ -2,6 +2,7 @@ import errno
 import logging
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +20,7 @@ def fill(directory):
     (directory / "hf").mkdir()
     (directory / "hf" / "model.bin").write_bytes(bytes(range(256)) * 40)
     (directory / "state.json").write_text('{"step": 1}')
+    return SimpleNamespace(paths=[], finish=lambda: None)
 
 
 @pytest.fixture

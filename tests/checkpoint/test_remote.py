@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import threading
+from types import SimpleNamespace
 
 import fsspec
 import pytest
@@ -45,6 +46,7 @@ def fill(step, base=b"frozen" * 1000):
         (directory / "hf" / "base.bin").write_bytes(base)
         (directory / "hf" / "new.bin").write_bytes(bytes([step]) * 5000)
         (directory / "state.json").write_text(json.dumps({"step": step}))
+        return SimpleNamespace(paths=[], finish=lambda: None)
 
     return write
 

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -239,6 +240,11 @@ def test_a_run_that_begins_anew_does_not_read_what_is_in_memory(tmp_path, memory
     assert steps(config) == [1, 2] and (resume == "auto" or not left.exists())
 
 
+def write_file(directory):
+    (directory / "file").write_text("x")
+    return SimpleNamespace(paths=[], finish=lambda: None)
+
+
 @pytest.mark.parametrize(
     ("in_memory", "on_disk", "expected"),
     [
@@ -258,7 +264,7 @@ def test_the_newest_checkpoint_counts(tmp_path, in_memory, on_disk, expected):
     for name, written in (("memory", in_memory), ("disk", on_disk)):
         folders[name].directory.mkdir()
         for step in written:
-            folders[name].write(step, lambda path: (path / "file").write_text("x") and None)
+            folders[name].write(step, write_file)
     found = find_newest([folders["disk"], folders["memory"]])
     assert found == (expected and folders[expected[0]].path(expected[1]))
 
@@ -267,20 +273,12 @@ def test_a_damaged_checkpoint_in_memory_gives_way(tmp_path):
     memory, disk = CheckpointFolder(tmp_path / "m", 9, hashes=False), CheckpointFolder(tmp_path / "d", 9)
     for folder, step in ((memory, 5), (disk, 3)):
         folder.directory.mkdir()
-        folder.write(step, lambda path: (path / "file").write_text("x") and None)
+        folder.write(step, write_file)
     assert "sha256" not in json.loads((memory.path(5) / "manifest.json").read_text())["files"]["file"]
     (memory.path(5) / "file").write_text("longer")
     with pytest.raises(OSError, match=r"no checkpoint in .* is intact"):
         find_newest([CheckpointFolder(tmp_path / "none", 9), memory])
     assert find_newest([disk, memory]) == disk.path(3)
-
-
-class FilesOfALostProcess:
-    def __init__(self, *paths):
-        self.paths = list(paths)
-
-    def finish(self):
-        """The process that was started again has nothing to write."""
 
 
 @pytest.mark.parametrize("written", [True, False])
@@ -292,7 +290,7 @@ def test_a_checkpoint_whose_writer_is_lost_is_given_up(tmp_path, written):
         (path / "weights").mkdir()
         if written:
             report_written(path / "weights")
-        return FilesOfALostProcess(path / "weights")
+        return SimpleNamespace(paths=[path / "weights"], finish=lambda: None)
 
     folder.begin(3, write)
     if written:
