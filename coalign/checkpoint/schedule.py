@@ -19,17 +19,16 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coalign.checkpoint.resume import MODELS, RunStores, find_distant_model, find_newest, rewind_engine
-from coalign.cluster.future import WorkerLost
 from coalign.config.schema.runtime import RuntimeConfig
 from coalign.data.batch import save_batches
-from coalign.engine.engine import Hook
+from coalign.engine.engine import Hook, contain_errors
 from coalign.engine.hooks.evaluation import is_improvement
 from coalign.files import Sink
 from coalign.types import Stats, Total
@@ -104,17 +103,6 @@ def write_engine_state(
     return files
 
 
-@contextmanager
-def _survive(report: Callable[[Exception], None]) -> Iterator[None]:
-    """Report an error in place of raising it, unless a process is lost: that is for the loop, which starts it again."""
-    try:
-        yield
-    except WorkerLost:
-        raise
-    except Exception as problem:  # libraries that write tensors report a full disk by their own error types
-        report(problem)
-
-
 class Save(Hook):
     """Begins a checkpoint every `save_every` steps and `save_minutes`, at the end, and when the loop is asked to stop.
 
@@ -152,7 +140,7 @@ class Save(Hook):
         engine.phase("save")
         self._complete(engine, wait=True)
         self._step = engine.step
-        with _survive(partial(self._report, engine, fatal=last)):
+        with contain_errors(partial(self._report, engine, fatal=last)):
             self.disk.begin(engine.step, partial(write_engine_state, engine))
         self._saved_at = time.monotonic()
         if last:
@@ -238,11 +226,14 @@ class Save(Hook):
 
     def _complete(self, engine: Engine, *, wait: bool, fatal: bool = False) -> None:
         """Handle the end of a checkpoint that is being written; with ``wait``, wait for it."""
-        with _survive(partial(self._report, engine, fatal=fatal)):
+        with contain_errors(partial(self._report, engine, fatal=fatal)):
             self.disk.finish() if wait else self.disk.poll()
 
     def _report(self, engine: Engine, problem: Exception, *, fatal: bool) -> None:
-        """Log that the newest checkpoint could not be written; raise ``problem`` if it is ``fatal``, or the first."""
+        """Log that the newest checkpoint could not be written; raise ``problem`` if it is ``fatal``, or the first.
+
+        Libraries that write tensors report a full disk by their own error types.
+        """
         good = self.disk.steps()
         free = f"{shutil.disk_usage(self.disk.directory).free / 2**20:.1f} MiB are free on that disk"
         if fatal or not good:
@@ -308,7 +299,7 @@ class SaveInMemory(Hook):
 
     def before_training(self, engine: Engine) -> None:
         """Wait until the last step's checkpoint is complete, so that at most the current step can be lost."""
-        with _survive(self._report):
+        with contain_errors(self._report):
             self.memory.finish()
 
     def save_models(self, engine: Engine) -> Path:
@@ -330,7 +321,7 @@ class SaveInMemory(Hook):
 
     def _write(self, engine: Engine) -> None:
         engine.phase("save")
-        with _survive(self._report):
+        with contain_errors(self._report):
             self.memory.finish()
             if name := find_distant_model(engine):
                 raise OSError(f"models.{name} now has processes on another node than the driver")

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -84,6 +85,22 @@ class Hook:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of ``state_dict``."""
+
+
+@contextmanager
+def contain_errors(
+    report: Callable[[Exception], object], errors: type[Exception] | tuple[type[Exception], ...] = Exception
+) -> Iterator[None]:
+    """Give what the work of a hook raises to ``report`` in place of raising it.
+
+    A lost process is raised nevertheless: the loop starts it again, and then calls the hook once more.
+    """
+    try:
+        yield
+    except WorkerLost:
+        raise
+    except errors as problem:
+        report(problem)
 
 
 class Trainer:

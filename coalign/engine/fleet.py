@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coalign.cluster.future import WorkerError, WorkerLost
+from coalign.cluster.future import WorkerError
 from coalign.config.schema import AutoscaleConfig
+from coalign.engine.engine import contain_errors
 from coalign.types import Stats, Total
 
 if TYPE_CHECKING:
@@ -123,13 +124,11 @@ class Fleet:
         """Change a number of processes, or log why the old one stays."""
         previous = engine.running[name].processes
         engine.phase("scale")
-        try:
+        problems: list[Exception] = []
+        with contain_errors(problems.append, (ValueError, OSError, WorkerError)):
             said = self.resize(engine, name, processes)
-        except WorkerLost:  # the engine starts it again
-            raise
-        except (ValueError, OSError, WorkerError) as problem:
+            if engine.running[name].processes != previous or processes != previous:
+                log.warning("%s", said)
+        for problem in problems:
             self._targets[name] = engine.running[name].processes
             log.warning("%s: %s", name, str(problem).partition("\n")[0])
-            return
-        if engine.running[name].processes != previous or processes != previous:
-            log.warning("%s", said)

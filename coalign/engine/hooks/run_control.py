@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coalign.cluster.future import WorkerError, WorkerLost
-from coalign.engine.engine import Hook
+from coalign.cluster.future import WorkerError
+from coalign.engine.engine import Hook, contain_errors
 from coalign.engine.fleet import Fleet
 from coalign.files import Sink, describe_problem
 from coalign.run_files.control import NAME, ControlRequest, ControlResult, read_request, write_answer
@@ -97,13 +97,12 @@ class RunControl(Hook):
 
 
 def _try(verb: str, work: Callable[[Engine], str], engine: Engine) -> ControlResult:
-    try:
+    problems: list[Exception] = []
+    with contain_errors(problems.append):  # libraries that write tensors report a full disk by their own error types
         return ControlResult(verb, True, work(engine))
-    except WorkerLost:  # the engine starts it again, and then the hook serves the request once more
-        raise
-    except Exception as problem:  # libraries that write tensors report a full disk by their own error types
-        text = str(problem) if isinstance(problem, ValueError) else describe_problem(problem)
-        return ControlResult(verb, False, f"refused: {text}")
+    [problem] = problems
+    text = str(problem) if isinstance(problem, ValueError) else describe_problem(problem)
+    return ControlResult(verb, False, f"refused: {text}")
 
 
 class Preempted(Exception):
