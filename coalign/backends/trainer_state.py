@@ -65,7 +65,7 @@ class BackgroundWriter:
     def __init__(self, name: str, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self._queue = CallQueue(f"{name}-writer")
-        self._results: list[Future[CallResult]] = []  # of the directories since the last `wait`
+        self._results: list[Future[CallResult]] = []  # a directory each, since the last `wait`
 
     def submit(self, dir: str | Path, tensors: Mapping[str, Any], write: Callable[[Any], object], report: bool) -> None:
         """Copy ``tensors`` to host memory, and let the thread call ``write`` with the copies. With ``report`` it then

@@ -66,7 +66,7 @@ class CheckpointFolder:
     """
 
     def __init__(self, directory: Path, keep: int, *, hashes: bool = True) -> None:
-        self.directory = directory
+        self.directory, self.location = directory, str(directory)
         self.keep = keep
         self.hashes = hashes
         self.on_complete: Callable[[int], None] = lambda step: None
@@ -200,10 +200,6 @@ class CheckpointFolder:
                 # The manifest goes first: a half-deleted directory must not look like a checkpoint.
                 (self.path(step) / MANIFEST).unlink()
                 shutil.rmtree(self.path(step))
-
-    @property
-    def location(self) -> str:
-        return str(self.directory)
 
     def list_candidates(self) -> list[int]:
         """Return the steps that a run may go on from; one without a manifest has been damaged."""

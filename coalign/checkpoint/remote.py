@@ -84,7 +84,7 @@ class RemoteCheckpoints:
     """
 
     def __init__(self, url: str, disk: CheckpointFolder) -> None:
-        self.url = url.rstrip("/")
+        self.url = self.location = url.rstrip("/")
         self.disk = disk
         self._sink = Sink(f"{self.url} (runtime.save_copies_to)")
         self._lock = threading.Lock()
@@ -276,10 +276,6 @@ class RemoteCheckpoints:
         self._first = None
 
     # ---- reading
-
-    @property
-    def location(self) -> str:
-        return self.url
 
     def list_candidates(self) -> list[int]:
         """Return the steps that have a complete copy. Raises RemoteError."""

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from coalign.checkpoint.folder import CheckpointFolder, MemoryFolder
 from coalign.checkpoint.manifest import CorruptCheckpoint, RemoteError, find_step, verify_checkpoint
@@ -22,21 +22,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 MODELS = "models"  # folder of a checkpoint that the trained models' processes write
-
-
-class CheckpointStore(Protocol):
-    """A folder or a URL that checkpoints are read from."""
-
-    @property
-    def location(self) -> str: ...
-
-    def list_candidates(self) -> list[int]:
-        """Return the steps that a run may go on from. Raises RemoteError."""
-        ...
-
-    def fetch(self, step: int) -> Path:
-        """Return the local path of a checkpoint once it is verified. Raises CorruptCheckpoint, or RemoteError."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -81,13 +66,13 @@ class RunStores:
         self.memory.abandon()
 
 
-def find_newest(stores: Sequence[CheckpointStore]) -> Path | None:
+def find_newest(stores: Sequence[CheckpointFolder | RemoteCheckpoints]) -> Path | None:
     """Return the newest checkpoint that passes verification; of two at one step, that of the first store.
 
     Those that fail are logged. None without any. CorruptCheckpoint if there are some and all fail; RemoteError if a
     store cannot be read and the others have none.
     """
-    candidates: list[tuple[int, CheckpointStore]] = []
+    candidates: list[tuple[int, CheckpointFolder | RemoteCheckpoints]] = []
     corrupt: list[tuple[str, str]] = []  # location, problem
     unreadable: dict[str, RemoteError] = {}  # by location
     for store in stores:

@@ -167,14 +167,6 @@ class Save(Hook):
             self._saved_at = time.monotonic()
         return self.disk.path(engine.step)
 
-    def list_saved(self) -> list[int]:
-        """Return the steps that have a checkpoint, ascending."""
-        return self.disk.steps()
-
-    def finish(self) -> None:
-        """Wait for the checkpoint that is being written. Raises what writing raised."""
-        self.disk.finish()
-
     def roll_back(self, engine: Engine) -> None:
         """Return to the newest checkpoint, go on with data not drawn yet, and save that.
 

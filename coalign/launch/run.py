@@ -157,7 +157,7 @@ def _learn(
     if runtime.journal:
         from coalign.engine.hooks.journal_hook import JournalHook
 
-        journal = [JournalHook(folder.journal, save.list_saved)]
+        journal = [JournalHook(folder.journal, stores.disk.steps)]
     engine.cluster.on_end = timeline.note
     flat = [FlatRewards()] if engine.rewards else []
     engine.hooks.extend([guards, *flat, timeline, *profile, *_evaluation(engine, record), *hooks])

@@ -59,13 +59,12 @@ class Recovery:
             if self._losses[self.engine.step] == MAX_LOSSES:
                 raise lost
             try:
-                recovered = self._start_again(lost)
+                if self._start_again(lost):
+                    return
             except WorkerLost as another:
                 lost = another
-                continue
-            if not recovered:
+            else:
                 raise lost
-            return
 
     def _start_again(self, lost: WorkerLost) -> bool:
         """Start lost processes again, and return to the last step or to a checkpoint; return whether there was one.

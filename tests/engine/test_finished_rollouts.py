@@ -82,7 +82,7 @@ def interrupted(tmp_path_factory):
     def before_training(self: Any, engine: Any) -> None:
         """The samples of the step are there, and written."""
         if engine.step == 3:
-            next(hook for hook in engine.hooks if isinstance(hook, Save)).finish()
+            next(hook for hook in engine.hooks if isinstance(hook, Save)).disk.finish()
             engine.environment.unfinished.finished._writer.submit(int).result()
             shutil.copytree(output, left, symlinks=True)
         record(self, engine)

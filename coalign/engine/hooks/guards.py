@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from coalign.config.schema.rollout import GuardsConfig
 from coalign.data.batch import Batch, load_batches, save_batches
@@ -16,6 +16,7 @@ from coalign.files import Sink, describe_problem
 from coalign.types import Stat, Stats, Total
 
 if TYPE_CHECKING:
+    from coalign.checkpoint.schedule import Save
     from coalign.cluster.future import BatchRef
     from coalign.engine.engine import Engine
 
@@ -35,18 +36,6 @@ METRICS = {
 }
 
 
-class Rollback(Protocol):
-    """What guards ask of a run's checkpoints (coalign.checkpoint.schedule.Save)."""
-
-    def list_saved(self) -> list[int]: ...
-
-    def finish(self) -> None: ...
-
-    def save_now(self, engine: Engine) -> Path: ...
-
-    def roll_back(self, engine: Engine) -> None: ...
-
-
 class Guards(Hook):
     """Refuses a step whose loss or gradient is not finite, and the ``patience``-th step in a row beyond a threshold.
 
@@ -55,11 +44,11 @@ class Guards(Hook):
     """
 
     def __init__(
-        self, config: GuardsConfig, folder: RunFolder, checkpoints: Rollback, record: Callable[[int, Stats], None]
+        self, config: GuardsConfig, folder: RunFolder, save: Save, record: Callable[[int, Stats], None]
     ) -> None:
         self.config = config
         self.folder = folder
-        self.checkpoints = checkpoints
+        self.save = save
         self.record = record
         self.unhealthy = 0  # steps in a row
         self.rollbacks = 0
@@ -67,9 +56,9 @@ class Guards(Hook):
 
     def begin(self, engine: Engine) -> None:
         """Write a checkpoint if there is none: the first steps need one to roll back to."""
-        if self.config.action == "rollback" and not self.checkpoints.list_saved():
+        if self.config.action == "rollback" and not self.save.disk.steps():
             engine.phase("save")
-            self.checkpoints.save_now(engine)
+            self.save.save_now(engine)
             engine.phase("hooks")
 
     def refuses(self, engine: Engine, stats: Stats, batch: BatchRef) -> bool:
@@ -96,7 +85,7 @@ class Guards(Hook):
     def _end_or_roll_back(self, engine: Engine, stats: Stats, batch: BatchRef, reasons: list[str]) -> None:
         message = f"step {engine.step} is unhealthy: {'; '.join(reasons)}"
         try:
-            self.checkpoints.finish()
+            self.save.disk.finish()
         except Exception as problem:  # then an older one counts
             log.warning("the checkpoint that was being written could not be: %s", problem)
         suffix = f"_after_{self.rollbacks}_rollbacks" if self.rollbacks else ""
@@ -107,7 +96,7 @@ class Guards(Hook):
             self.rollbacks += 1
             self.unhealthy = 0
             engine.progress.judge_step(True)
-            self.checkpoints.roll_back(engine)
+            self.save.roll_back(engine)
             self.folder.cut(engine.step)
             log.warning("%s. Its batch is in %s. Continuing from step %d with later data", message, dump, engine.step)
             return
@@ -115,7 +104,7 @@ class Guards(Hook):
             message = f"{message}, after {self.rollbacks} rollbacks (runtime.guards.max_rollbacks)"
         self.ended = True
         self.record(engine.step, stats)
-        good = self.checkpoints.list_saved()
+        good = self.save.disk.steps()
         left = f"the newest checkpoint is of step {good[-1]}" if good else "there is no checkpoint yet"
         engine.progress.request_stop(f"{message}. Its batch is in {dump}; {left}")
         log.error("stopping: %s", engine.stop)
