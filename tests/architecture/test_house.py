@@ -19,12 +19,12 @@ from tests.architecture.test_imports import COMPANION_FILES, FILES, PACKAGE, nam
 # Lines that a room may have. A change that needs more moves or removes something, or raises the budget and says why.
 BUDGETS = {
     "algorithms": 2_325,
-    "backends": 11_540,
-    "checkpoint": 1_295,
+    "backends": 11_530,
+    "checkpoint": 1_230,
     "cli": 495,
     "cluster": 6_475,
     "config": 3_320,
-    "data": 5_980,
+    "data": 5_970,
     "engine": 4_865,
     "environments": 1_640,
     "launch": 1_950,
@@ -34,10 +34,10 @@ BUDGETS = {
     "resilience": 110,
     "rewards": 905,
     "run_files": 725,
-    "weights": 2_060,
+    "weights": 2_055,
     "": 2_860,  # modules beside the rooms
 }
-CORE_FILES, CORE_LINES = 290, 49_680
+CORE_FILES, CORE_LINES = 290, 49_600
 # Words that stand for a noun in a name: `found` for the nodes that were found.
 FILLERS = {
     *("found", "part", "parts", "each", "own", "kind", "kinds", "place", "places", "whole", "late", "begun", "most"),

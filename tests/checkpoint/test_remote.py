@@ -285,6 +285,23 @@ def test_copies_that_cannot_be_read(memory_url, disk, tmp_path, monkeypatch, cap
     assert find_newest([disk, memory, remote]) == path and "no route" in caplog.text
 
 
+def test_a_copy_whose_download_fails_does_not_give_way_to_an_older_copy(memory_url, disk, monkeypatch, caplog):
+    copy(remote := RemoteCheckpoints(memory_url, disk), disk, 1, 2)
+    shutil.rmtree(disk.directory)
+    get = MemoryFileSystem.get_file
+
+    def fail(self, path, *arguments, **keywords):
+        if "step_2" in path:
+            raise ConnectionError("reset by peer")
+        get(self, path, *arguments, **keywords)
+
+    monkeypatch.setattr(MemoryFileSystem, "get_file", fail)
+    with pytest.raises(RemoteError, match=r"has no checkpoint, and the copies .* reset by peer"):
+        find_newest([disk, remote])
+    disk.write(1, fill(1))
+    assert find_newest([disk, remote]) == disk.path(1) and "reset by peer" in caplog.text
+
+
 def test_copies_of_later_steps_do_not_count_for_a_run_that_begins_before_them(url, disk):
     copy(remote := RemoteCheckpoints(url, disk), disk, 1, 2)
     RemoteCheckpoints(url, disk).begin_run(1)
