@@ -100,10 +100,14 @@ class RemoteCheckpoints:
         self._file = Callback()  # counts the bytes of the file being sent
 
     @cached_property
-    def _place(self) -> tuple[Any, str]:
-        """The filesystem, and the path in it. Not opened before it is used: it may be unreachable."""
-        files, root = url_to_fs(self.url)
-        return files, root.rstrip("/")
+    def _files(self) -> Any:
+        """The filesystem. Not opened before it is used: it may be unreachable."""
+        return url_to_fs(self.url)[0]
+
+    @cached_property
+    def _root(self) -> str:
+        """The path in the filesystem."""
+        return url_to_fs(self.url)[1].rstrip("/")
 
     # ---- copying
 
@@ -181,12 +185,11 @@ class RemoteCheckpoints:
 
         Files are not read back: that would take as long again. Their hashes are verified when a run resumes from them.
         """
-        files, _ = self._place
         source, target = self.disk.path(step), self._path(step)
         manifest, entries = (source / MANIFEST).read_bytes(), read_manifest(source)
         copies = self._list()
         if step in copies:
-            if MANIFEST in copies[step] and files.cat_file(f"{target}/{MANIFEST}") == manifest:
+            if MANIFEST in copies[step] and self._files.cat_file(f"{target}/{MANIFEST}") == manifest:
                 return
             self._delete(step, copies.pop(step))  # left by a run that was killed, or by this run before a rollback
         started_at, stored_paths = time.monotonic(), self._list_newest_files(copies)
@@ -200,11 +203,11 @@ class RemoteCheckpoints:
         if (source / MANIFEST).read_bytes() != manifest:
             raise OSError(f"{source} was replaced while it was copied")
         compare_sizes(entries, self._list().get(step, {}), f"{self.url}/step_{step}")
-        if files.async_impl:  # object stores show no incomplete file
-            files.pipe_file(f"{target}/{MANIFEST}", manifest)
+        if self._files.async_impl:  # object stores show no incomplete file
+            self._files.pipe_file(f"{target}/{MANIFEST}", manifest)
         else:
-            files.pipe_file(f"{target}/.{MANIFEST}", manifest)
-            files.mv(f"{target}/.{MANIFEST}", f"{target}/{MANIFEST}")
+            self._files.pipe_file(f"{target}/.{MANIFEST}", manifest)
+            self._files.mv(f"{target}/.{MANIFEST}", f"{target}/{MANIFEST}")
         log.info(
             "step %d is copied to %s: %.1f of %.1f MiB sent in %.1f s",
             step,
@@ -217,7 +220,7 @@ class RemoteCheckpoints:
     def _send(self, source: Path, target: str) -> None:
         self._file = Callback()
         self._make_parent(target)
-        self._place[0].put_file(str(source), target, callback=self._file)
+        self._files.put_file(str(source), target, callback=self._file)
         self._file = Callback()
 
     def _copy_there(self, source: str | None, target: str) -> bool:
@@ -226,15 +229,14 @@ class RemoteCheckpoints:
             return False
         self._make_parent(target)
         try:
-            self._place[0].cp_file(source, target)
+            self._files.cp_file(source, target)
         except (NotImplementedError, FileNotFoundError):
             return False
         return True
 
     def _make_parent(self, path: str) -> None:
-        files, _ = self._place
-        if not files.async_impl:  # object stores, which are, have no directories
-            files.makedirs(path.rpartition("/")[0], exist_ok=True)
+        if not self._files.async_impl:  # object stores, which are, have no directories
+            self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
 
     def _list_newest_files(self, copies: dict[int, dict[str, int]]) -> dict[tuple[int, str | None], str]:
         """Return the paths of the newest copy's files by size and hash."""
@@ -254,22 +256,20 @@ class RemoteCheckpoints:
                 self._delete(step, copies[step])
 
     def _delete(self, step: int, names: dict[str, int]) -> None:
-        files, _ = self._place
         if MANIFEST in names:
-            files.rm(f"{self._path(step)}/{MANIFEST}")
+            self._files.rm(f"{self._path(step)}/{MANIFEST}")
         if names.keys() - {MANIFEST}:
-            files.rm(self._path(step), recursive=True)
+            self._files.rm(self._path(step), recursive=True)
 
     def _set_later_aside(self, step: int) -> None:
         """Rename the manifests of copies after ``step``, from which the run goes on; their files stay."""
-        files, _ = self._place
         if self._first is not None:  # the remote was away when the run began
             step = min(step, self._first)
         for later, names in self._list().items():
             if later > step and MANIFEST in names:
                 path = self._path(later)
-                files.pipe_file(f"{path}/{_FORMER_MANIFEST}", files.cat_file(f"{path}/{MANIFEST}"))
-                files.rm(f"{path}/{MANIFEST}")
+                self._files.pipe_file(f"{path}/{_FORMER_MANIFEST}", self._files.cat_file(f"{path}/{MANIFEST}"))
+                self._files.rm(f"{path}/{MANIFEST}")
                 log.warning(
                     "%s/step_%d comes after step %d; its manifest is %s now", self.url, later, step, _FORMER_MANIFEST
                 )
@@ -305,7 +305,7 @@ class RemoteCheckpoints:
             for name in entries:
                 (aside / name).parent.mkdir(parents=True, exist_ok=True)
                 with self._reading():
-                    self._place[0].get_file(f"{self._path(step)}/{name}", str(aside / name))
+                    self._files.get_file(f"{self._path(step)}/{name}", str(aside / name))
             (aside / MANIFEST).write_bytes(manifest)
             try:
                 verify_checkpoint(aside)
@@ -317,22 +317,21 @@ class RemoteCheckpoints:
         return local
 
     def _path(self, step: int) -> str:
-        return f"{self._place[1]}/step_{step}"
+        return f"{self._root}/step_{step}"
 
     def _list(self) -> dict[int, dict[str, int]]:
         """Return the sizes of all copied files, by step and name."""
-        files, root = self._place
-        files.invalidate_cache()
+        self._files.invalidate_cache()
         copies: dict[int, dict[str, int]] = {}
-        for path, info in files.find(root, detail=True).items():
-            folder, _, name = path.removeprefix(f"{root}/").partition("/")
+        for path, info in self._files.find(self._root, detail=True).items():
+            folder, _, name = path.removeprefix(f"{self._root}/").partition("/")
             if name and (step := find_step(Path(folder))) >= 0:
                 copies.setdefault(step, {})[name] = info["size"]
         return copies
 
     def _read_manifest(self, step: int) -> tuple[bytes, Manifest]:
         """Return a copy's manifest, as bytes and as entries. Raises CorruptCheckpoint if it lacks a hash."""
-        content, copy_url = self._place[0].cat_file(f"{self._path(step)}/{MANIFEST}"), f"{self.url}/step_{step}"
+        content, copy_url = self._files.cat_file(f"{self._path(step)}/{MANIFEST}"), f"{self.url}/step_{step}"
         entries = parse_manifest(partial(json.loads, content), copy_url)
         if any(digest is None for _, digest in entries.values()):
             raise CorruptCheckpoint(f"{copy_url} has no readable {MANIFEST} (a file has no hash)")

@@ -133,7 +133,7 @@ def test_a_copy_with_a_file_cut_short_does_not_count(memory_url, disk, monkeypat
     def cut(self, source, target):
         send(self, source, target)
         if source.name == "new.bin":
-            self._place[0].pipe_file(target, b"12")
+            self._files.pipe_file(target, b"12")
 
     monkeypatch.setattr(RemoteCheckpoints, "_send", cut)
     remote = RemoteCheckpoints(memory_url, disk)
