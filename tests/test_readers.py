@@ -21,6 +21,7 @@ import torch
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from coalign.checkpoint.manifest import verify_checkpoint
 from coalign.companions import REWARDS
 from coalign.config import ConfigError, load
 from coalign.config.functions import resolve
@@ -35,7 +36,6 @@ from coalign.environments import games, parsers
 from coalign.environments.calculator import evaluate
 from coalign.environments.tools import _Toolbox
 from coalign.files import hash_file, read_model_config
-from coalign.run_files.checkpoints import verify_checkpoint
 from coalign.run_files.records import read_records
 from coalign_graders import math_answer
 from coalign_megatron.convert.huggingface import HuggingFaceReader

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +20,7 @@ from coalign.backends.lora import get_weights
 from coalign.backends.optim import WeightAverage
 from coalign.files import delete_path, describe_problem, report_written
 from coalign.roles import Context
-from coalign.threads import CallQueue
+from coalign.threads import CallQueue, CallResult, try_call
 
 MODEL, OPTIMIZER, AVERAGE, PROGRESS = "model.", "optimizer.", "average.", "progress."
 # torch warns each time that one process saves alone, which is intended here.
@@ -64,46 +65,35 @@ class BackgroundWriter:
     def __init__(self, name: str, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self._queue = CallQueue(f"{name}-writer")
-        self._left = 0  # directories that are not written yet
-        self._error: BaseException | None = None
-        self._changed = threading.Condition()
+        self._results: list[Future[CallResult]] = []  # a directory each, since the last `wait`
 
     def submit(self, dir: str | Path, tensors: Mapping[str, Any], write: Callable[[Any], object], report: bool) -> None:
         """Copy ``tensors`` to host memory, and let the thread call ``write`` with the copies. With ``report`` it then
         calls `coalign.files.report_written` for ``dir``, where nothing is left after an error."""
-        copies = copy_to_host(tensors)
-        with self._changed:
-            self._left += 1
-        self._queue.submit(partial(self._write, Path(dir), partial(write, copies), report))
+        self._results.append(Future())
+        task = partial(self._write, Path(dir), partial(write, copy_to_host(tensors)), report)
+        self._queue.submit(partial(try_call, task), self._results[-1].set_result)
 
     def wait(self) -> None:
         """Wait until everything is written; raise the first error since the last call."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._left)
-            error, self._error = self._error, None
-        if error is not None:
+        results, self._results = [result.result() for result in self._results], []
+        for error in (error for _, error in results if error is not None):
             raise OSError(describe_problem(error)) from error
 
     def close(self) -> None:
         self._queue.close()
 
     def _write(self, dir: Path, write: Callable[[], object], report: bool) -> None:
-        error: BaseException | None = None
         try:
             write()
-        except BaseException as problem:
-            error = problem
-        try:
-            if report and error is not None:
-                delete_path(dir)  # a full disk has room for the report then
+        except BaseException as error:
             if report:
-                report_written(dir, "" if error is None else describe_problem(error))
-        except OSError as problem:
-            error = error or problem
-        with self._changed:
-            self._left -= 1
-            self._error = self._error or error
-            self._changed.notify_all()
+                with suppress(OSError):
+                    delete_path(dir)  # a full disk has room for the report then
+                    report_written(dir, describe_problem(error))
+            raise
+        if report:
+            report_written(dir)
 
 
 class BackgroundSaves:

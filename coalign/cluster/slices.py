@@ -30,6 +30,7 @@ from coalign.cluster.future import (
     Outcome,
     Span,
     TaskFuture,
+    WorkerError,
     WorkerHandle,
     WorkerLost,
     WorkerRows,
@@ -130,11 +131,13 @@ class SliceScheduler:
         """Whether a replica waits for its first weights."""
         return bool(self._joining)
 
-    def recover(self, error: WorkerLost, since: float) -> None:
-        """Replace the replicas that a sync, begun at ``since`` (monotonic), found lost; return when they take weights.
+    def recover(self, error: WorkerError, since: float) -> bool:
+        """Replace the replicas that a sync, begun at ``since`` (monotonic), has lost; return when they take weights.
 
-        Raises the error that ends the run.
+        Returns False for any other ``error``. Raises the error that ends the run.
         """
+        if not isinstance(error, WorkerLost) or error.call.model != self._call.model:
+            return False
         with self._changed:
             for replica, name in enumerate(self._names):
                 if name in error.workers and self._replaced.get(replica, -math.inf) < since:
@@ -144,6 +147,7 @@ class SliceScheduler:
             if self._error:
                 raise self._error
             self._taking = set(self._joining)
+            return True
 
     def add(self, rank: WorkerHandle) -> None:
         """Let one more replica take shares, once it has the next weights."""

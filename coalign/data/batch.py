@@ -14,13 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
 
-from coalign.types import SEQUENCE_COLUMNS, TOKEN_COLUMNS, Sample, Status
+from coalign.types import SEQUENCE_COLUMNS, TOKEN_COLUMNS, ImageSpan, Sample, Status
 
 Column = Tensor | list[Any]
 ListColumn = Literal["rows", "messages", "images"]  # Coalign's own columns that are lists of Python objects
@@ -410,6 +411,35 @@ def estimate_costs(lengths: Tensor) -> Tensor:
     """f64[N]: the cost of a forward pass over a sequence of each length, in tokens of a short sequence."""
     lengths = lengths.double()
     return lengths + lengths.square() / ATTENTION_LENGTH
+
+
+def save_batches(state: Any, path: str | Path) -> None:
+    """Write dictionaries and lists of batches, tensors, plain values and spans of images."""
+    torch.save(_to_plain(state), path)
+
+
+def load_batches(path: str | Path) -> Any:
+    """Read what `save_batches` has written. A damaged file raises almost anything."""
+    with torch.serialization.safe_globals([ImageSpan]):
+        return _from_plain(torch.load(path, weights_only=True))
+
+
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, Batch):
+        return {"lengths": value.lengths, "token": dict(value.token), "sequence": dict(value.sequence)}
+    if isinstance(value, list):
+        return [_to_plain(item) for item in value]
+    return {key: _to_plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _from_plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_from_plain(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"lengths", "token", "sequence"}:
+        return Batch(**value)
+    return {key: _from_plain(item) for key, item in value.items()}
 
 
 def partition(costs: Sequence[float], count: int) -> list[list[int]]:

@@ -8,9 +8,9 @@ is in environment.py, evaluation in evaluator.py, and references without a separ
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 import torch
 
-from coalign.cluster.future import BatchRef, Future, PayloadLost, WatchedCalls, WorkerLost
-from coalign.cluster.slices import MAX_LOSSES
+from coalign.cluster.future import BatchRef, Future, WatchedCalls, WorkerLost
 from coalign.config.schema import RunConfig
 from coalign.data.loader import Loader
 from coalign.engine.environment import Environment
@@ -78,10 +77,6 @@ class Hook:
         if repeat and state:
             self.load_state_dict(state)
 
-    def restore(self, engine: Engine) -> bool:
-        """Take the engine back to a saved state after processes were lost; return whether there was one."""
-        return False
-
     def end(self, engine: Engine) -> None: ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -90,6 +85,22 @@ class Hook:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of ``state_dict``."""
+
+
+@contextmanager
+def contain_errors(
+    report: Callable[[Exception], object], errors: type[Exception] | tuple[type[Exception], ...] = Exception
+) -> Iterator[None]:
+    """Give what the work of a hook raises to ``report`` in place of raising it.
+
+    A lost process is raised nevertheless: the loop starts it again, and then calls the hook once more.
+    """
+    try:
+        yield
+    except WorkerLost:
+        raise
+    except errors as problem:
+        report(problem)
 
 
 class Trainer:
@@ -203,7 +214,6 @@ class Engine:
         self.progress = Progress()
         self.last = data.steps if data else 1
         self.pending_notifications: deque[Callable[[], None]] = deque()  # calls of hooks that are due
-        self._losses = Counter[int]()  # step -> how often processes were lost in it
         self.hooks: list[Hook] = []
         self.phase_listeners: list[Callable[[str], None]] = []  # called with what the loop waits for
         self.learning = [model.name for model in plan.learning]  # the main one, the run's product, first
@@ -405,8 +415,21 @@ class Engine:
             "recipe": self.state_dict(),
         }
 
-    def learn(self) -> None:
-        """Train until the run is complete, or a hook asks for its end (`progress.request_stop`)."""
+    def return_to(self, snapshot: dict[str, Any]) -> None:
+        """Restore everything outside of the models from a ``snapshot``."""
+        self.environment.load_state_dict(self.environment.fetch_state(snapshot["environment"]))
+        if self.ptx_loader:
+            self.ptx_loader.load_state_dict(snapshot["ptx"])
+        if self.rewards:
+            self.rewards.load_state_dict(self.rewards.fetch_state(snapshot["rewards"]))
+        self.load_state_dict(snapshot["recipe"])
+        self.environment.events.resumed(self.step, self.environment)
+
+    def learn(self, recover: Callable[[WorkerLost], None] | None = None) -> None:
+        """Train until the run is complete, or a hook asks for its end (`progress.request_stop`).
+
+        After a loss of processes ``recover`` takes the engine back to a state that it can go on from, or raises.
+        """
         self.phase("sync")
         self.training.sync(self.step)
         policies = {name: model.module for name, model in self.plan.models.items() if model.role is Rollout}
@@ -426,7 +449,9 @@ class Engine:
                 if not (self.complete or self.stop):
                     self._take_step()
             except WorkerLost as lost:
-                self._recover(lost)
+                if recover is None:
+                    raise
+                recover(lost)
         self.training.finish()
         for hook in self.hooks:
             hook.end(self)
@@ -463,57 +488,6 @@ class Engine:
             if restarts := self.cluster.take_restarts():
                 stats["faults/restarts"] = Total(restarts)
             stats |= _compute_rates(stats, time.perf_counter() - started_at)
-
-    def _recover(self, lost: WorkerLost) -> None:
-        """Recover from lost processes, also if more are lost meanwhile.
-
-        Raises the last WorkerLost if there is no saved state, or if a step loses processes MAX_LOSSES times.
-        """
-        while True:
-            self.phase("restart")
-            self._losses[self.step] += 1
-            if self._losses[self.step] == MAX_LOSSES:
-                raise lost
-            try:
-                recovered = self._start_lost_again(lost)
-            except WorkerLost as another:
-                lost = another
-                continue
-            if not recovered:
-                raise lost
-            return
-
-    def _start_lost_again(self, lost: WorkerLost) -> bool:
-        """Start lost processes again, and go on from the last step or, if a trained model was lost, from a saved state.
-
-        Returns False if there is no saved state. Raises WorkerLost.
-        """
-        self.cluster.end_calls(lost)
-        trainers_live = not self.cluster.replace_lost(lost).intersection(self.learning)
-        self.training.reconnect()
-        if (state := self.progress.consistent_state) is not None and trainers_live:
-            with suppress(PayloadLost):  # samples that wait were lost, too
-                self._return_to(state)
-                self.training.sync(self.step)
-                return True
-        step = self.step
-        self.progress.keep_state(None)  # until a saved state is loaded: trained models may be new
-        if not any(hook.restore(self) for hook in self.hooks):
-            return False
-        self.progress.keep_state(self.snapshot())
-        if self.step < step:
-            self.pending_notifications.clear()  # their step is trained again
-        return True
-
-    def _return_to(self, snapshot: dict[str, Any]) -> None:
-        """Restore everything outside of the models from a ``snapshot``."""
-        self.environment.load_state_dict(self.environment.fetch_state(snapshot["environment"]))
-        if self.ptx_loader:
-            self.ptx_loader.load_state_dict(snapshot["ptx"])
-        if self.rewards:
-            self.rewards.load_state_dict(self.rewards.fetch_state(snapshot["rewards"]))
-        self.load_state_dict(snapshot["recipe"])
-        self.environment.events.resumed(self.step, self.environment)
 
 
 def _compute_rates(stats: Stats, seconds: float) -> Stats:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coalign.cluster.future import WorkerError, WorkerLost
+from coalign.cluster.future import WorkerError
 from coalign.config.schema import AutoscaleConfig
-from coalign.engine.hooks.checkpoint import MODELS
+from coalign.engine.engine import contain_errors
 from coalign.types import Stats, Total
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class _AutoscaleRule:
 class Fleet:
     """Changes the number of processes of a run's models, and starts replicas later that wait for devices.
 
-    ``save(engine)`` writes a training state and returns its path: trained models start again from it.
+    ``save(engine)`` writes the state of trained models, which start again from it, and returns its folder.
     """
 
     def __init__(self, autoscale: Mapping[str, AutoscaleConfig], save: Callable[[Engine], Path]) -> None:
@@ -93,7 +93,7 @@ class Fleet:
         if name in engine.learning:
             saved = self._save(engine)
             started = engine.cluster.resize(name, processes)
-            engine.running[name].load(str(saved / MODELS / name)).result()
+            engine.running[name].load(str(saved / name)).result()
         else:
             started = engine.cluster.resize(name, processes)
             self._targets[name] = processes
@@ -124,13 +124,11 @@ class Fleet:
         """Change a number of processes, or log why the old one stays."""
         previous = engine.running[name].processes
         engine.phase("scale")
-        try:
+        problems: list[Exception] = []
+        with contain_errors(problems.append, (ValueError, OSError, WorkerError)):
             said = self.resize(engine, name, processes)
-        except WorkerLost:  # the engine starts it again
-            raise
-        except (ValueError, OSError, WorkerError) as problem:
+            if engine.running[name].processes != previous or processes != previous:
+                log.warning("%s", said)
+        for problem in problems:
             self._targets[name] = engine.running[name].processes
             log.warning("%s: %s", name, str(problem).partition("\n")[0])
-            return
-        if engine.running[name].processes != previous or processes != previous:
-            log.warning("%s", said)

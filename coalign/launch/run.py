@@ -10,8 +10,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from coalign.checkpoint.resume import RunStores, read_checkpoint, resume
+from coalign.checkpoint.schedule import Save, SaveInMemory
 from coalign.cluster.cluster import choose_cluster, start_cluster
 from coalign.cluster.survivors.claim import RunClaim
 from coalign.companions import EXPLAINS, ask, list_modules
@@ -21,14 +23,11 @@ from coalign.config.schema import RunConfig
 from coalign.config.secrets import hide_secrets
 from coalign.engine.engine import Engine, Hook
 from coalign.engine.fleet import Fleet
-from coalign.engine.hooks.checkpoint import Save, read_checkpoint, restore_engine
-from coalign.engine.hooks.checkpoint_folder import Checkpoints
 from coalign.engine.hooks.evaluation import EarlyStop, EvaluationHook
 from coalign.engine.hooks.goodput import Goodput
 from coalign.engine.hooks.guards import UNHEALTHY, FlatRewards, Guards
 from coalign.engine.hooks.provenance import Provenance
 from coalign.engine.hooks.recorder import MetricsRecorder, StructureRecord
-from coalign.engine.hooks.recovery import Recovery, find_newest, open_memory_folder
 from coalign.engine.hooks.run_control import Preempted, RunControl, StopSignals
 from coalign.engine.hooks.run_folder import RunFolder, flatten_stats
 from coalign.engine.hooks.timeline import StepProfiler, Timeline
@@ -45,11 +44,8 @@ from coalign.launch.validate import check_folders
 from coalign.report.display import Display
 from coalign.report.plots import NEEDS_MATPLOTLIB, can_plot, plot_run
 from coalign.report.step_line import ROLLOUTS, ROWS
-from coalign.run_files.checkpoints import verify_checkpoint
+from coalign.resilience.recovery import Recovery
 from coalign.types import Stats
-
-if TYPE_CHECKING:
-    from coalign.engine.hooks.checkpoint_remote import RemoteCheckpoints
 
 log = logging.getLogger(__name__)
 FINISHED = (
@@ -96,20 +92,17 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
         write_commits(folder.path, named, config)
         data = load_data(plan)
         provenance = Provenance(config, data.eval.state_dict() if data.eval else None)
-        checkpoints = Checkpoints(folder.checkpoints, config.runtime.keep)
-        memory = open_memory_folder(folder.path)
-        remote = _open_copies(config, checkpoints)
-        checkpoint = _find_checkpoint(config, memory, checkpoints, remote)
-        recovery = Recovery(memory, checkpoints, folder, config.runtime.save_in_memory_every)
+        stores = RunStores.open(folder, config.runtime)
+        checkpoint = stores.find(config.runtime.resume)
         if checkpoint is not None:
             state = read_checkpoint(checkpoint, config)
             provenance.compare(state["hooks"].get("Provenance"))
             if state["step"] >= data.steps:
                 log.warning(FINISHED, checkpoint, state["step"], data.steps)
-                if remote and checkpoint.parent == checkpoints.directory:  # it may have been away when the run ended
+                if stores.remote and checkpoint.parent == folder.checkpoints:  # it may have been away at the run's end
                     best = state["hooks"].get("Save", {}).get("best")
-                    remote.begin(state["step"], best and best[1])
-                    remote.finish()
+                    stores.remote.begin(state["step"], best and best[1])
+                    stores.remote.finish()
                 folder.state.note("ended", step=state["step"], steps=data.steps)
                 display.finish(folder.path)
                 return 0
@@ -136,18 +129,17 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
                 log.info("loading %s", ", ".join(plan.started))
                 engine = plan.recipe(plan, cluster, data)
                 engine.hooks += [provenance, StructureRecord(folder.path, graph)]
-                return _learn(engine, recovery, remote, checkpoint, display, watchdog, hooks, signals, goodput)
+                return _learn(engine, folder, stores, checkpoint, display, watchdog, hooks, signals, goodput)
         finally:
             display.close()
-            for store in (recovery.memory, checkpoints):
-                store.abandon()
+            stores.abandon()
             cluster.shutdown()
 
 
 def _learn(
     engine: Engine,
-    recovery: Recovery,
-    remote: RemoteCheckpoints | None,
+    folder: RunFolder,
+    stores: RunStores,
     checkpoint: Path | None,
     display: Display,
     watchdog: Watchdog,
@@ -156,33 +148,23 @@ def _learn(
     goodput: Goodput,
 ) -> int:
     config, runtime = engine.config, engine.config.runtime
-    folder, checkpoints = recovery.folder, recovery.disk
-    save = Save(checkpoints, runtime.save_every, runtime.save_minutes, runtime.best, runtime.best_mode, remote)
+    save, save_in_memory = Save(stores, runtime), SaveInMemory(stores, runtime.save_in_memory_every)
     record = MetricsRecorder(folder, display, config)
-    guards = Guards(runtime.guards, folder, checkpoints, record.write)
+    guards = Guards(runtime.guards, folder, save, record.write)
     timeline = Timeline(folder.path / "timeline", runtime.timeline_every)
     profile = [StepProfiler(runtime.profile, folder.path / "profile", engine)] if runtime.profile else []
     journal = []
     if runtime.journal:
         from coalign.engine.hooks.journal_hook import JournalHook
 
-        journal = [JournalHook(folder.journal, checkpoints)]
+        journal = [JournalHook(folder.journal, stores.disk.steps)]
     engine.cluster.on_end = timeline.note
     flat = [FlatRewards()] if engine.rewards else []
     engine.hooks.extend([guards, *flat, timeline, *profile, *_evaluation(engine, record), *hooks])
-    control = RunControl(folder.path, save, Fleet(runtime.autoscale, recovery.save_now))
-    engine.hooks.extend([goodput, record, *journal, save, recovery, control])
+    control = RunControl(folder.path, save.save_now, Fleet(runtime.autoscale, save_in_memory.save_models))
+    engine.hooks.extend([goodput, record, *journal, save, save_in_memory, control])
     _refuse_namesakes(engine.hooks)
-    checkpoint = recovery.choose(engine, checkpoint)
-    if checkpoint is None:
-        folder.move_records_aside()  # an earlier run's
-    else:
-        restore_engine(engine, checkpoint)
-        checkpoints.move_later_aside(engine.step)
-        log.info("continuing from %s", checkpoint)
-    recovery.forget_others(checkpoint)
-    if remote:
-        remote.begin_run(-1 if checkpoint is None else engine.step)
+    resume(engine, stores, checkpoint, folder)
     if runtime.plots and not can_plot():
         log.warning("runtime.plots: no curves will be drawn: %s", NEEDS_MATPLOTLIB)
     first = engine.step
@@ -202,7 +184,7 @@ def _learn(
     engine.phase_listeners.extend(listener.phase for listener in watching)
     signals.engine = engine
     try:
-        engine.learn()
+        engine.learn(Recovery(engine, stores, folder).recover)
     except Exception as error:
         if engine.progress.consistent_state is not None and max(first, record.newest) < engine.step:
             record.write(engine.step, engine.progress.stats)
@@ -253,32 +235,6 @@ def _evaluation(engine: Engine, record: MetricsRecorder) -> list[Hook]:
 
     stopping = [EarlyStop(runtime.early_stop)] if runtime.early_stop else []
     return [EvaluationHook(runtime.eval_every, runtime.eval_at_start, report), *stopping]
-
-
-def _open_copies(config: RunConfig, disk: Checkpoints) -> RemoteCheckpoints | None:
-    """Return the copies of a run's checkpoints elsewhere, if it keeps some."""
-    if not config.runtime.save_copies_to:
-        return None
-    from coalign.engine.hooks.checkpoint_remote import RemoteCheckpoints  # and fsspec
-
-    return RemoteCheckpoints(config.runtime.save_copies_to, disk)
-
-
-def _find_checkpoint(
-    config: RunConfig, memory: Checkpoints, disk: Checkpoints, remote: RemoteCheckpoints | None
-) -> Path | None:
-    """Return the checkpoint that the run goes on from, None if it begins anew. CorruptCheckpoint for a damaged one."""
-    resume = config.runtime.resume
-    if resume == "never":
-        return None
-    if "://" in resume or (resume == "auto" and remote):
-        from coalign.engine.hooks.checkpoint_remote import fetch_checkpoint, find_newest_anywhere
-
-        return find_newest_anywhere(memory, disk, remote) if resume == "auto" else fetch_checkpoint(resume, disk)
-    if resume == "auto":
-        return find_newest(memory, disk)
-    verify_checkpoint(Path(resume))
-    return Path(resume)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
+from coalign.checkpoint.manifest import find_step
 from coalign.cluster.cluster import choose_cluster, plan_slots
 from coalign.config.errors import ConfigError, ConfigProblem, located_at, suggest
 from coalign.config.functions import is_bound_to_process
@@ -22,7 +23,6 @@ from coalign.engine.vocabulary import find_chat_template, find_tokenizer_name
 from coalign.files import read_model_config
 from coalign.hub import find_directory
 from coalign.roles import Rollout, Trainable
-from coalign.run_files.checkpoints import find_step
 from coalign.weights.model_files import check_adapter_files, has_weights
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def check_folders(config: RunConfig) -> None:
 def check_copies(config: RunConfig) -> None:
     """Refuse a URL that nothing can be copied to. ImportError if its package is missing."""
     if url := config.runtime.save_copies_to:
-        from coalign.engine.hooks.checkpoint_remote import check_url  # fsspec's, for runs with copies
+        from coalign.checkpoint.remote import check_url  # fsspec's, for runs with copies
 
         with located_at("runtime", "save_copies_to"):
             check_url(url, config.output)
@@ -106,7 +106,7 @@ def check_resume(config: RunConfig) -> None:
     """Refuse to resume from a directory that is not there, or from a URL that is no checkpoint's."""
     resume = config.runtime.resume
     if "://" in resume:
-        from coalign.engine.hooks.checkpoint_remote import check_url
+        from coalign.checkpoint.remote import check_url
 
         with located_at("runtime", "resume"):
             check_url(resume, config.output)

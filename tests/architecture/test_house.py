@@ -19,23 +19,25 @@ from tests.architecture.test_imports import COMPANION_FILES, FILES, PACKAGE, nam
 # Lines that a room may have. A change that needs more moves or removes something, or raises the budget and says why.
 BUDGETS = {
     "algorithms": 2_515,
-    "backends": 11_480,
+    "backends": 11_280,
+    "checkpoint": 1_235,
     "cli": 495,
-    "cluster": 6_475,
+    "cluster": 6_575,
     "config": 3_320,
-    "data": 5_945,
-    "engine": 6_115,
+    "data": 5_825,
+    "engine": 4_880,
     "environments": 1_640,
-    "launch": 1_990,
+    "launch": 1_950,
     "processes": 845,
     "recipes": 1_010,
-    "report": 1_360,
+    "report": 1_355,
+    "resilience": 110,
     "rewards": 905,
-    "run_files": 805,
-    "weights": 2_060,
+    "run_files": 690,
+    "weights": 1_965,
     "": 2_860,  # modules beside the rooms
 }
-CORE_FILES, CORE_LINES = 290, 49_730
+CORE_FILES, CORE_LINES = 290, 49_380
 # Words that stand for a noun in a name: `found` for the nodes that were found.
 FILLERS = {
     *("found", "part", "parts", "each", "own", "kind", "kinds", "place", "places", "whole", "late", "begun", "most"),

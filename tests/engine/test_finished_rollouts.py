@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from coalign.backends.engines.rollout_module import RolloutModule
+from coalign.checkpoint.schedule import Save
 from coalign.data.batch import Batch
-from coalign.engine.hooks.checkpoint import Save
 from coalign.engine.hooks.recorder import MetricsRecorder
 from coalign.engine.rollouts.finished_rollouts import _decode_samples, _encode_samples
 from coalign.types import Status
@@ -82,7 +82,7 @@ def interrupted(tmp_path_factory):
     def before_training(self: Any, engine: Any) -> None:
         """The samples of the step are there, and written."""
         if engine.step == 3:
-            next(hook for hook in engine.hooks if isinstance(hook, Save)).checkpoints.finish()
+            next(hook for hook in engine.hooks if isinstance(hook, Save)).disk.finish()
             engine.environment.unfinished.finished._writer.submit(int).result()
             shutil.copytree(output, left, symlinks=True)
         record(self, engine)

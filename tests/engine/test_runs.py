@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from coalign import load_config
-from coalign.engine.hooks import checkpoint
+from coalign.checkpoint import schedule
+from coalign.checkpoint.manifest import CorruptCheckpoint
 from coalign.launch.check import check as examine
 from coalign.report.display import Display
-from coalign.run_files.checkpoints import CorruptCheckpoint
 from tests.runs import metrics, other_model, run, samples, settings, stopping_after, weights_hash
 
 
@@ -103,7 +103,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(tmp_path):
 
 
 def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch, caplog):
-    real, calls = checkpoint.write_engine_state, []
+    real, calls = schedule.write_engine_state, []
 
     def full(engine, directory):
         calls.append(engine.step)
@@ -113,7 +113,7 @@ def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch, caplog):
             raise OSError(28, "No space left on device")
         return files
 
-    monkeypatch.setattr(checkpoint, "write_engine_state", full)
+    monkeypatch.setattr(schedule, "write_engine_state", full)
     config = settings(tmp_path, "sft", save_every=1, steps=3, eval_at_start=False)
     with caplog.at_level(logging.WARNING):
         assert run(config) == 0

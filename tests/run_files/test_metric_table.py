@@ -16,7 +16,8 @@ import coalign
 from coalign.run_files.metric_table import LANGUAGES, _find_entry, _MetricEntry, _read_entries, describe_metric
 
 PACKAGE = Path(coalign.__file__).parent
-LOGGING = ("algorithms", "backends", "cluster", "data", "engine", "environments", "recipes", "rewards", "weights")
+LOGGING = ("algorithms", "backends", "checkpoint", "cluster", "data", "engine", "environments", "recipes", "rewards")
+LOGGING += ("weights",)
 KINDS = {"Stat", "Max", "Total", "Moments", "EffectiveSize"}
 # Before a name as the code has it: losses return bare names, episodes count them, evaluations begin with `eval/`.
 BEFORE = r"(?:loss/|episode/|eval/|reward/.+/)?"

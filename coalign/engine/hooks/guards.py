@@ -5,22 +5,18 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from coalign.config.schema.rollout import GuardsConfig
-from coalign.data.batch import Batch
+from coalign.data.batch import Batch, load_batches, save_batches
 from coalign.engine.engine import Hook
-from coalign.engine.hooks.checkpoint import load_plain, rewind_engine, to_plain, write_engine_state
-from coalign.engine.hooks.checkpoint_folder import Checkpoints
 from coalign.engine.hooks.run_folder import RunFolder, flatten_stats
 from coalign.files import Sink, describe_problem
 from coalign.types import Stat, Stats, Total
 
 if TYPE_CHECKING:
+    from coalign.checkpoint.schedule import Save
     from coalign.cluster.future import BatchRef
     from coalign.engine.engine import Engine
 
@@ -48,11 +44,11 @@ class Guards(Hook):
     """
 
     def __init__(
-        self, config: GuardsConfig, folder: RunFolder, checkpoints: Checkpoints, record: Callable[[int, Stats], None]
+        self, config: GuardsConfig, folder: RunFolder, save: Save, record: Callable[[int, Stats], None]
     ) -> None:
         self.config = config
         self.folder = folder
-        self.checkpoints = checkpoints
+        self.save = save
         self.record = record
         self.unhealthy = 0  # steps in a row
         self.rollbacks = 0
@@ -60,9 +56,9 @@ class Guards(Hook):
 
     def begin(self, engine: Engine) -> None:
         """Write a checkpoint if there is none: the first steps need one to roll back to."""
-        if self.config.action == "rollback" and not self.checkpoints.steps():
+        if self.config.action == "rollback" and not self.save.disk.steps():
             engine.phase("save")
-            self.checkpoints.write(engine.step, partial(write_engine_state, engine))
+            self.save.save_now(engine)
             engine.phase("hooks")
 
     def refuses(self, engine: Engine, stats: Stats, batch: BatchRef) -> bool:
@@ -89,7 +85,7 @@ class Guards(Hook):
     def _end_or_roll_back(self, engine: Engine, stats: Stats, batch: BatchRef, reasons: list[str]) -> None:
         message = f"step {engine.step} is unhealthy: {'; '.join(reasons)}"
         try:
-            self.checkpoints.finish()
+            self.save.disk.finish()
         except Exception as problem:  # then an older one counts
             log.warning("the checkpoint that was being written could not be: %s", problem)
         suffix = f"_after_{self.rollbacks}_rollbacks" if self.rollbacks else ""
@@ -97,29 +93,21 @@ class Guards(Hook):
         with Sink(str(dump)).survive():
             _write_dump(dump, engine.step, batch.fetch(), stats, reasons)
         if self.config.action == "rollback" and self.rollbacks < self.config.max_rollbacks:
-            self._roll_back(engine)
+            self.rollbacks += 1
+            self.unhealthy = 0
+            engine.progress.judge_step(True)
+            self.save.roll_back(engine)
+            self.folder.cut(engine.step)
             log.warning("%s. Its batch is in %s. Continuing from step %d with later data", message, dump, engine.step)
             return
         if self.config.action == "rollback":
             message = f"{message}, after {self.rollbacks} rollbacks (runtime.guards.max_rollbacks)"
         self.ended = True
         self.record(engine.step, stats)
-        good = self.checkpoints.steps()
+        good = self.save.disk.steps()
         left = f"the newest checkpoint is of step {good[-1]}" if good else "there is no checkpoint yet"
         engine.progress.request_stop(f"{message}. Its batch is in {dump}; {left}")
         log.error("stopping: %s", engine.stop)
-
-    def _roll_back(self, engine: Engine) -> None:
-        newest = self.checkpoints.find_newest()
-        if newest is None:
-            raise RuntimeError(f"no checkpoint in {self.checkpoints.directory} is intact, so the step stays unhealthy")
-        self.rollbacks += 1
-        self.unhealthy = 0
-        engine.progress.judge_step(True)
-        rewind_engine(engine, newest, repeat=False)
-        self.folder.cut(engine.step)
-        # With the current data position and count: a run that is killed here must not meet the same data again.
-        self.checkpoints.write(engine.step, partial(write_engine_state, engine))
 
 
 class FlatRewards(Hook):
@@ -199,7 +187,7 @@ def _thresholds(config: GuardsConfig) -> Iterator[tuple[str, str, float]]:
 def _write_dump(path: Path, step: int, batch: Batch, stats: Stats, reasons: list[str]) -> None:
     """Write the file that `read_dump` reads."""
     path.parent.mkdir(exist_ok=True)
-    torch.save({"step": step, "reasons": reasons, "metrics": flatten_stats(stats), "batch": to_plain(batch)}, path)
+    save_batches({"step": step, "reasons": reasons, "metrics": flatten_stats(stats), "batch": batch}, path)
 
 
 def read_dump(path: str | Path) -> tuple[Batch, dict[str, Any]]:
@@ -208,8 +196,10 @@ def read_dump(path: str | Path) -> tuple[Batch, dict[str, Any]]:
     Raises ValueError for a file that `_write_dump` has not written.
     """
     try:
-        dump = load_plain(path)
-        return Batch(**dump.pop("batch")), dump
+        dump = load_batches(path)
+        if not isinstance(dump["batch"], Batch):
+            raise TypeError("`batch` is no batch")
+        return dump.pop("batch"), dump
     except (FileNotFoundError, PermissionError):
         raise
     except Exception as error:  # a damaged pickle raises almost anything

@@ -6,12 +6,12 @@ import hashlib
 import json
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from coalign.engine.engine import Hook
-from coalign.engine.hooks.checkpoint_folder import Checkpoints
 from coalign.engine.hooks.provenance import Provenance
 from coalign.engine.hooks.run_folder import replace_non_finite
 from coalign.engine.rollouts.finished_rollouts import FOLDER, FinishedRollouts
@@ -29,14 +29,14 @@ log = logging.getLogger(__name__)
 class JournalHook(Hook):
     """Writes the journal of a run with rollouts into ``path``; see coalign.engine.rollouts.journal.
 
-    The finished rollouts since the newest checkpoint on ``disk`` are kept beside it
-    (coalign.engine.rollouts.finished_rollouts).
-    A checkpoint keeps the identity of its run, so that a journal of another run is recognised, and moved aside.
+    The finished rollouts since the newest checkpoint are kept beside it (coalign.engine.rollouts.finished_rollouts);
+    ``list_saved`` returns the steps that have one. A checkpoint keeps the identity of its run, so that a journal of
+    another run is recognised, and moved aside.
     """
 
-    def __init__(self, path: Path, disk: Checkpoints) -> None:
+    def __init__(self, path: Path, list_saved: Callable[[], list[int]]) -> None:
         self.path = path
-        self.disk = disk
+        self.list_saved = list_saved
         self.finished: FinishedRollouts | None = None
         self._saved = 0  # step of the newest checkpoint on the disk
         self.run = uuid4().hex[:16]
@@ -65,7 +65,7 @@ class JournalHook(Hook):
             return
         if self.finished is not None:
             self.finished.confirm(engine.step, stats)
-            if (saved := max(self.disk.steps(), default=0)) > self._saved:
+            if (saved := max(self.list_saved(), default=0)) > self._saved:
                 self._saved = saved
                 self.finished.forget_before(saved - engine.config.runtime.max_staleness)
         loss = float(stats["loss/value"].value) if "loss/value" in stats else None

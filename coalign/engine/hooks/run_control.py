@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coalign.cluster.future import WorkerError, WorkerLost
-from coalign.engine.engine import Hook
+from coalign.cluster.future import WorkerError
+from coalign.engine.engine import Hook, contain_errors
 from coalign.engine.fleet import Fleet
-from coalign.engine.hooks.checkpoint import Save
 from coalign.files import Sink, describe_problem
 from coalign.run_files.control import NAME, ControlRequest, ControlResult, read_request, write_answer
 from coalign.types import Stats
@@ -32,10 +31,11 @@ ECHO_SECONDS = 0.5  # the same signal within this time is the same request
 class RunControl(Hook):
     """Serves the requests of coalign.run_files.control after each step. A refused request changes nothing.
 
-    Then the ``fleet`` adapts. ``stopped``: whether a request has ended the run.
+    Then the ``fleet`` adapts. ``save`` writes a checkpoint of the last step, and returns its path. ``stopped``: whether
+    a request has ended the run.
     """
 
-    def __init__(self, run: Path, save: Save, fleet: Fleet) -> None:
+    def __init__(self, run: Path, save: Callable[[Engine], Path], fleet: Fleet) -> None:
         self.run = run
         self.save = save
         self.fleet = fleet
@@ -73,11 +73,11 @@ class RunControl(Hook):
         if not engine.progress.healthy:
             raise ValueError(f"step {engine.step} is unhealthy (runtime.guards), and is not saved")
         engine.phase("save")
-        return f"step {engine.step} is in {self.save.save_now(engine)}"
+        return f"step {engine.step} is in {self.save(engine)}"
 
     def _stop(self, engine: Engine) -> str:
         engine.phase("save")
-        saved = self.save.save_now(engine)
+        saved = self.save(engine)
         if not engine.complete:
             self.stopped = True
             engine.progress.request_stop("asked to stop")
@@ -97,13 +97,12 @@ class RunControl(Hook):
 
 
 def _try(verb: str, work: Callable[[Engine], str], engine: Engine) -> ControlResult:
-    try:
+    problems: list[Exception] = []
+    with contain_errors(problems.append):  # libraries that write tensors report a full disk by their own error types
         return ControlResult(verb, True, work(engine))
-    except WorkerLost:  # the engine starts it again, and then the hook serves the request once more
-        raise
-    except Exception as problem:  # libraries that write tensors report a full disk by their own error types
-        text = str(problem) if isinstance(problem, ValueError) else describe_problem(problem)
-        return ControlResult(verb, False, f"refused: {text}")
+    [problem] = problems
+    text = str(problem) if isinstance(problem, ValueError) else describe_problem(problem)
+    return ControlResult(verb, False, f"refused: {text}")
 
 
 class Preempted(Exception):

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from coalign.cluster.future import WorkerError, WorkerLost
+from coalign.cluster.future import WorkerError
 from coalign.config.schema import SyncConfig
 from coalign.threads import begin_in_thread
 from coalign.types import Stats, Total
@@ -121,11 +121,9 @@ class WeightSync:
                 if slices is not None and slices.joining:
                     self._forget_readers()
                 return self._move_once(version, on_sent)
-            except WorkerLost as lost:
-                if slices is None or lost.call.model != self.target.name:
-                    raise
-                slices.recover(lost, start)
             except WorkerError as error:
+                if slices is not None and slices.recover(error, start):
+                    continue
                 damaged += 1
                 if not isinstance(error.cause, DamagedWeights) or damaged > MAX_DAMAGED:
                     raise

@@ -83,17 +83,17 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_weights(tmp_path):
 
 
 def test_a_step_that_cannot_be_saved_is_refused_and_ends_nothing(tmp_path, monkeypatch):
-    from coalign.engine.hooks.checkpoint_folder import Checkpoints
+    from coalign.checkpoint.folder import CheckpointFolder
 
     config = settings(tmp_path, "sft", steps=2, eval_at_start=False)
-    write = Checkpoints.write
+    write = CheckpointFolder.write
 
     def fail(self, step, files):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Checkpoints, "write", fail)
+    monkeypatch.setattr(CheckpointFolder, "write", fail)
     code, results = train(config, {"do": "save"}, {"do": "stop"})
-    monkeypatch.setattr(Checkpoints, "write", write)
+    monkeypatch.setattr(CheckpointFolder, "write", write)
     assert code == 0 and len(metrics(config)) == 2
     assert [result["done"] for result in results] == [False, False]
     assert all("refused: OSError: [Errno 28] No space left" in result["text"] for result in results)

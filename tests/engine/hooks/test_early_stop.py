@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from coalign.config.schema.runtime import EarlyStopConfig
-from coalign.engine.hooks.checkpoint import Save
-from coalign.engine.hooks.checkpoint_folder import Checkpoints
+from coalign.checkpoint.folder import CheckpointFolder
+from coalign.checkpoint.resume import RunStores
+from coalign.checkpoint.schedule import Save
+from coalign.config.schema.runtime import EarlyStopConfig, RuntimeConfig
 from coalign.engine.hooks.evaluation import EarlyStop
 from coalign.engine.progress import Progress
 from coalign.types import Stat
@@ -78,20 +79,24 @@ def test_the_run_ends_with_a_checkpoint_and_stays_ended(tmp_path, caplog):
     assert [line["step"] for line in metrics(config)] == [0, 1, 2, 3]
 
 
+def make_save(path: Path, **settings: str) -> Save:
+    folder = CheckpointFolder(path / "checkpoints", keep=1)
+    return Save(RunStores(folder, folder), RuntimeConfig(best="eval/x", **settings))  # pyright: ignore[reportArgumentType]
+
+
 @pytest.mark.parametrize(("mode", "expected"), [("max", (5.0, 2)), ("min", (1.0, 3))])
 def test_the_best_checkpoint_in_either_direction(tmp_path, mode, expected):
-    save = Save(Checkpoints(tmp_path / "checkpoints", keep=1), every=0, best="eval/x", mode=mode)
+    save = make_save(tmp_path, best_mode=mode)
     engine = SimpleNamespace(step=0, complete=False, stop=None, progress=Progress(), phase=lambda name: None)
-    save.checkpoints.begin = lambda step, fill: None
+    save.disk.begin = lambda step, fill: None
     for engine.step, value in enumerate([float("nan"), 5.0, 1.0, 3.0], 1):
         save.after_step(engine, {"eval/x": Stat(value)}, None)
     assert save.best == expected
 
 
 def test_the_best_value_survives_a_restart(tmp_path):
-    one = Save(Checkpoints(tmp_path / "checkpoints", keep=1), every=0, best="eval/x")
+    one, other = make_save(tmp_path), make_save(tmp_path)
     one.best = (0.5, 3)
-    other = Save(Checkpoints(tmp_path / "checkpoints", keep=1), every=0, best="eval/x")
     other.load_state_dict(json.loads(json.dumps(one.state_dict())))
     assert other.best == (0.5, 3)
 

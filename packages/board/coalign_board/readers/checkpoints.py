@@ -9,23 +9,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from coalign.checkpoint.folder import MEMORY, RUN
+from coalign.checkpoint.manifest import MANIFEST, CorruptCheckpoint, list_steps, read_manifest, verify_checkpoint
 from coalign.files import read_json_object
-from coalign.run_files.checkpoints import (
-    MANIFEST,
-    MEMORY,
-    RUN,
-    CorruptCheckpoint,
-    list_steps,
-    read_manifest,
-    verify_checkpoint,
-)
 from coalign.run_files.records import read_end
 from coalign_board.catalog import find_within
 from coalign_board.readers import read_count
 from coalign_board.readers.configuration import read_settings
 
 _LOG_BYTES = 16 * 2**20  # read from the end of log.txt
-_COPIED = re.compile(rb" step (\d{1,15}) is copied to ")  # a line of coalign.engine.hooks.checkpoint_remote in log.txt
+_COPIED = re.compile(rb" step (\d{1,15}) is copied to ")  # a line of coalign.checkpoint.remote in log.txt
 
 
 def read_checkpoints(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
@@ -78,7 +71,7 @@ def read_verification(folder: Path, params: Mapping[str, str]) -> dict[str, Any]
 
 
 def _list_memory_folders(folder: Path) -> list[Path]:
-    """Return the folders in this machine's memory whose link leads to the run's folder (coalign.engine.hooks.recovery).
+    """Return the folders in this machine's memory whose link leads to the run's folder (coalign.checkpoint.folder).
 
     There is one, or none; on a machine that no trained model or driver of the run is on there is none.
     """
@@ -104,7 +97,7 @@ def _find_problem(path: Path, *, hashes: bool) -> str | None:
 
 
 def _choose(checkpoints: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the newest complete checkpoint, from disk before memory, as coalign.engine.hooks.recovery does."""
+    """Return the newest complete checkpoint, from disk before memory, as coalign.checkpoint.resume does."""
     complete = (checkpoint for checkpoint in checkpoints if checkpoint["problem"] is None)
     return max(complete, key=lambda checkpoint: (checkpoint["step"], checkpoint["place"] == "disk"), default=None)
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +27,25 @@ from fsspec.core import split_protocol, url_to_fs
 from fsspec.registry import known_implementations
 from fsspec.utils import get_protocol
 
+from coalign.checkpoint.folder import CheckpointFolder
+from coalign.checkpoint.manifest import (
+    MANIFEST,
+    CorruptCheckpoint,
+    Manifest,
+    RemoteError,
+    compare_sizes,
+    find_step,
+    parse_manifest,
+    read_manifest,
+    verify_checkpoint,
+)
 from coalign.config.secrets import hide_secrets
-from coalign.engine.hooks.checkpoint_folder import Checkpoints
-from coalign.engine.hooks.recovery import find_newest
 from coalign.files import Sink, describe_problem, move_aside, write_atomically
-from coalign.run_files.checkpoints import MANIFEST, CorruptCheckpoint, find_step, verify_checkpoint
 from coalign.threads import begin_in_thread
 
 log = logging.getLogger(__name__)
 _FORMER_MANIFEST = "manifest.before.json"  # the run was continued from an earlier checkpoint
 _PROGRESS_SECONDS = 10.0  # between two lines of progress at the end of a run
-
-
-class _RemoteError(OSError):
-    """The copies cannot be read."""
 
 
 def check_url(url: str, output: str) -> None:
@@ -71,44 +76,6 @@ def check_url(url: str, output: str) -> None:
             raise ValueError(f"{url} is in the run's own folder or holds it ({output}); copies belong elsewhere")
 
 
-def find_newest_anywhere(memory: Checkpoints, disk: Checkpoints, remote: RemoteCheckpoints | None) -> Path | None:
-    """Return the newest intact checkpoint in memory, on disk or among the copies, which is then downloaded.
-
-    None without any. CorruptCheckpoint if there are some and all fail; _RemoteError if there is none here and the
-    copies cannot be read.
-    """
-    if remote is None:
-        return find_newest(memory, disk)
-    newest, problem = None, None
-    try:
-        newest = find_newest(memory, disk)
-    except CorruptCheckpoint as error:
-        problem = error
-    try:
-        newer = remote.fetch_newer(-1 if newest is None else find_step(newest))
-    except _RemoteError as error:
-        if newest is None:
-            raise _RemoteError(
-                f"{problem or f'{disk.directory} has no checkpoint'}, and {error}. Once they can be read, the same "
-                "command continues; `runtime.resume=never` begins anew"
-            ) from error
-        log.warning("%s; continuing from %s", error, newest)
-        return newest
-    except CorruptCheckpoint as error:
-        if newest is None:
-            raise problem or error from error
-        return newest
-    if newer is None and problem is not None:
-        raise problem
-    return newer or newest
-
-
-def fetch_checkpoint(url: str, disk: Checkpoints) -> Path:
-    """Download the checkpoint …/step_N. Raises CorruptCheckpoint, or _RemoteError."""
-    parent, _, name = url.rstrip("/").rpartition("/")
-    return RemoteCheckpoints(parent, disk).fetch(find_step(Path(name)))
-
-
 class RemoteCheckpoints:
     """The copies of one run's checkpoints below ``url``: the newest ``disk.keep``, and the best one.
 
@@ -116,8 +83,8 @@ class RemoteCheckpoints:
     once, counted, and tried again with the next checkpoint.
     """
 
-    def __init__(self, url: str, disk: Checkpoints) -> None:
-        self.url = url.rstrip("/")
+    def __init__(self, url: str, disk: CheckpointFolder) -> None:
+        self.url = self.location = url.rstrip("/")
         self.disk = disk
         self._sink = Sink(f"{self.url} (runtime.save_copies_to)")
         self._lock = threading.Lock()
@@ -133,10 +100,14 @@ class RemoteCheckpoints:
         self._file = Callback()  # counts the bytes of the file being sent
 
     @cached_property
-    def _place(self) -> tuple[Any, str]:
-        """The filesystem, and the path in it. Not opened before it is used: it may be unreachable."""
-        files, root = url_to_fs(self.url)
-        return files, root.rstrip("/")
+    def _files(self) -> Any:
+        """The filesystem. Not opened before it is used: it may be unreachable."""
+        return url_to_fs(self.url)[0]
+
+    @cached_property
+    def _root(self) -> str:
+        """The path in the filesystem."""
+        return url_to_fs(self.url)[1].rstrip("/")
 
     # ---- copying
 
@@ -214,31 +185,29 @@ class RemoteCheckpoints:
 
         Files are not read back: that would take as long again. Their hashes are verified when a run resumes from them.
         """
-        files, _ = self._place
         source, target = self.disk.path(step), self._path(step)
-        manifest = (source / MANIFEST).read_bytes()
-        entries = json.loads(manifest)["files"]
+        manifest, entries = (source / MANIFEST).read_bytes(), read_manifest(source)
         copies = self._list()
         if step in copies:
-            if MANIFEST in copies[step] and files.cat_file(f"{target}/{MANIFEST}") == manifest:
+            if MANIFEST in copies[step] and self._files.cat_file(f"{target}/{MANIFEST}") == manifest:
                 return
-            self._delete(step, copies[step])  # left by a run that was killed, or by this run before a rollback
-        started_at, stored_paths = time.monotonic(), self._hashes_of_newest(copies.keys() - {step}, copies)
-        self._sent, self._size = 0, sum(entry["size"] for entry in entries.values())
+            self._delete(step, copies.pop(step))  # left by a run that was killed, or by this run before a rollback
+        started_at, stored_paths = time.monotonic(), self._list_newest_files(copies)
+        self._sent, self._size = 0, sum(size for size, _ in entries.values())
         uploaded = 0
-        for name, entry in entries.items():
-            if not self._copy_there(stored_paths.get((entry["sha256"], entry["size"])), f"{target}/{name}"):
+        for name, (size, digest) in entries.items():
+            if not self._copy_there(stored_paths.get((size, digest)), f"{target}/{name}"):
                 self._send(source / name, f"{target}/{name}")
-                uploaded += entry["size"]
-            self._sent += entry["size"]
+                uploaded += size
+            self._sent += size
         if (source / MANIFEST).read_bytes() != manifest:
             raise OSError(f"{source} was replaced while it was copied")
-        _check_sizes(entries, self._list().get(step, {}), f"{self.url}/step_{step}")
-        if files.async_impl:  # object stores show no incomplete file
-            files.pipe_file(f"{target}/{MANIFEST}", manifest)
+        compare_sizes(entries, self._list().get(step, {}), f"{self.url}/step_{step}")
+        if self._files.async_impl:  # object stores show no incomplete file
+            self._files.pipe_file(f"{target}/{MANIFEST}", manifest)
         else:
-            files.pipe_file(f"{target}/.{MANIFEST}", manifest)
-            files.mv(f"{target}/.{MANIFEST}", f"{target}/{MANIFEST}")
+            self._files.pipe_file(f"{target}/.{MANIFEST}", manifest)
+            self._files.mv(f"{target}/.{MANIFEST}", f"{target}/{MANIFEST}")
         log.info(
             "step %d is copied to %s: %.1f of %.1f MiB sent in %.1f s",
             step,
@@ -251,7 +220,7 @@ class RemoteCheckpoints:
     def _send(self, source: Path, target: str) -> None:
         self._file = Callback()
         self._make_parent(target)
-        self._place[0].put_file(str(source), target, callback=self._file)
+        self._files.put_file(str(source), target, callback=self._file)
         self._file = Callback()
 
     def _copy_there(self, source: str | None, target: str) -> bool:
@@ -260,24 +229,21 @@ class RemoteCheckpoints:
             return False
         self._make_parent(target)
         try:
-            self._place[0].cp_file(source, target)
+            self._files.cp_file(source, target)
         except (NotImplementedError, FileNotFoundError):
             return False
         return True
 
     def _make_parent(self, path: str) -> None:
-        files, _ = self._place
-        if not files.async_impl:  # object stores, which are, have no directories
-            files.makedirs(path.rpartition("/")[0], exist_ok=True)
+        if not self._files.async_impl:  # object stores, which are, have no directories
+            self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
 
-    def _hashes_of_newest(self, steps: set[int], copies: dict[int, dict[str, int]]) -> dict[tuple[str, int], str]:
-        """Return the paths of the newest copy's files by hash and size."""
-        complete = [step for step in steps if MANIFEST in copies[step]]
-        if not complete:
+    def _list_newest_files(self, copies: dict[int, dict[str, int]]) -> dict[tuple[int, str | None], str]:
+        """Return the paths of the newest copy's files by size and hash."""
+        newest = max((step for step, names in copies.items() if MANIFEST in names), default=None)
+        if newest is None:
             return {}
-        newest = max(complete)
-        entries = self._read_manifest(newest)[1]
-        return {(entry["sha256"], entry["size"]): f"{self._path(newest)}/{name}" for name, entry in entries.items()}
+        return {entry: f"{self._path(newest)}/{name}" for name, entry in self._read_manifest(newest)[1].items()}
 
     def _prune(self, best: int | None) -> None:
         """Delete all copies but the newest and the best, manifest first, and the remains of failed copies."""
@@ -290,22 +256,20 @@ class RemoteCheckpoints:
                 self._delete(step, copies[step])
 
     def _delete(self, step: int, names: dict[str, int]) -> None:
-        files, _ = self._place
         if MANIFEST in names:
-            files.rm(f"{self._path(step)}/{MANIFEST}")
+            self._files.rm(f"{self._path(step)}/{MANIFEST}")
         if names.keys() - {MANIFEST}:
-            files.rm(self._path(step), recursive=True)
+            self._files.rm(self._path(step), recursive=True)
 
     def _set_later_aside(self, step: int) -> None:
         """Rename the manifests of copies after ``step``, from which the run goes on; their files stay."""
-        files, _ = self._place
         if self._first is not None:  # the remote was away when the run began
             step = min(step, self._first)
         for later, names in self._list().items():
             if later > step and MANIFEST in names:
                 path = self._path(later)
-                files.pipe_file(f"{path}/{_FORMER_MANIFEST}", files.cat_file(f"{path}/{MANIFEST}"))
-                files.rm(f"{path}/{MANIFEST}")
+                self._files.pipe_file(f"{path}/{_FORMER_MANIFEST}", self._files.cat_file(f"{path}/{MANIFEST}"))
+                self._files.rm(f"{path}/{MANIFEST}")
                 log.warning(
                     "%s/step_%d comes after step %d; its manifest is %s now", self.url, later, step, _FORMER_MANIFEST
                 )
@@ -313,47 +277,35 @@ class RemoteCheckpoints:
 
     # ---- reading
 
-    def fetch_newer(self, step: int) -> Path | None:
-        """Download the newest intact copy after ``step``; None without any. Those that fail are logged.
-
-        CorruptCheckpoint if there are some and all fail; _RemoteError.
-        """
-        with _reading(self.url):
-            copies = self._list()
-        problems = []
-        complete = [copied for copied, names in copies.items() if MANIFEST in names]
-        for later in sorted((copied for copied in complete if copied > step), reverse=True):
-            try:
-                return self.fetch(later)
-            except CorruptCheckpoint as problem:
-                log.warning("%s; trying the one before", problem)
-                problems.append(str(problem))
-        if problems:
-            raise CorruptCheckpoint(f"no copy after step {step} in {self.url} is intact ({'; '.join(problems)})")
-        return None
+    def list_candidates(self) -> list[int]:
+        """Return the steps that have a complete copy. Raises RemoteError."""
+        with self._reading():
+            return sorted(step for step, names in self._list().items() if MANIFEST in names)
 
     def fetch(self, step: int) -> Path:
-        """Return the checkpoint of ``step`` in the local folder, downloaded and verified unless it is there already."""
+        """Return the checkpoint of ``step`` in the local folder, downloaded and verified unless it is there already.
+
+        Raises CorruptCheckpoint, or RemoteError.
+        """
         copy_url, local = f"{self.url}/step_{step}", self.disk.path(step)
-        with _reading(self.url):
+        with self._reading():
             sizes = self._list().get(step, {})
             if MANIFEST not in sizes:
                 raise CorruptCheckpoint(f"{copy_url} has no {MANIFEST}")
             manifest, entries = self._read_manifest(step)
-            _check_sizes(entries, sizes, copy_url)
+            compare_sizes(entries, sizes, copy_url)
         if (local / MANIFEST).exists() and (local / MANIFEST).read_bytes() == manifest:
             try:
-                verify_checkpoint(local)
-                return local
+                return self.disk.fetch(step)
             except CorruptCheckpoint as problem:
                 log.warning("%s; taking its copy", problem)
-        log.info("downloading %s (%.1f MiB)", copy_url, sum(entry["size"] for entry in entries.values()) / 2**20)
+        log.info("downloading %s (%.1f MiB)", copy_url, sum(size for size, _ in entries.values()) / 2**20)
         self.disk.directory.mkdir(parents=True, exist_ok=True)
         with write_atomically(local, flush=True) as aside:
             for name in entries:
                 (aside / name).parent.mkdir(parents=True, exist_ok=True)
-                with _reading(self.url):
-                    self._place[0].get_file(f"{self._path(step)}/{name}", str(aside / name))
+                with self._reading():
+                    self._files.get_file(f"{self._path(step)}/{name}", str(aside / name))
             (aside / MANIFEST).write_bytes(manifest)
             try:
                 verify_checkpoint(aside)
@@ -365,52 +317,33 @@ class RemoteCheckpoints:
         return local
 
     def _path(self, step: int) -> str:
-        return f"{self._place[1]}/step_{step}"
+        return f"{self._root}/step_{step}"
 
     def _list(self) -> dict[int, dict[str, int]]:
         """Return the sizes of all copied files, by step and name."""
-        files, root = self._place
-        files.invalidate_cache()
+        self._files.invalidate_cache()
         copies: dict[int, dict[str, int]] = {}
-        for path, info in files.find(root, detail=True).items():
-            folder, _, name = path.removeprefix(f"{root}/").partition("/")
+        for path, info in self._files.find(self._root, detail=True).items():
+            folder, _, name = path.removeprefix(f"{self._root}/").partition("/")
             if name and (step := find_step(Path(folder))) >= 0:
                 copies.setdefault(step, {})[name] = info["size"]
         return copies
 
-    def _read_manifest(self, step: int) -> tuple[bytes, dict[str, dict[str, Any]]]:
-        """Return a copy's manifest, as bytes and as entries. Raises CorruptCheckpoint if it cannot be read."""
-        content = self._place[0].cat_file(f"{self._path(step)}/{MANIFEST}")
-        try:
-            entries = {
-                name: {key: entry[key] for key in ("size", "sha256")}
-                for name, entry in json.loads(content)["files"].items()
-            }
-        except (ValueError, KeyError, TypeError, AttributeError) as problem:
-            copy_url = f"{self.url}/step_{step}"
-            raise CorruptCheckpoint(f"{copy_url} has no readable {MANIFEST} ({describe_problem(problem)})") from problem
-        for name in entries:
-            if Path(name).is_absolute() or ".." in Path(name).parts:  # it would be written outside the folder
-                raise CorruptCheckpoint(f"{self.url}/step_{step}: {MANIFEST} names {name!r:.100}")
+    def _read_manifest(self, step: int) -> tuple[bytes, Manifest]:
+        """Return a copy's manifest, as bytes and as entries. Raises CorruptCheckpoint if it lacks a hash."""
+        content, copy_url = self._files.cat_file(f"{self._path(step)}/{MANIFEST}"), f"{self.url}/step_{step}"
+        entries = parse_manifest(partial(json.loads, content), copy_url)
+        if any(digest is None for _, digest in entries.values()):
+            raise CorruptCheckpoint(f"{copy_url} has no readable {MANIFEST} (a file has no hash)")
         return content, entries
 
-
-@contextmanager
-def _reading(url: str) -> Iterator[None]:
-    """Turn an error of reading into _RemoteError; CorruptCheckpoint passes."""
-    try:
-        yield
-    except CorruptCheckpoint:
-        raise
-    except Exception as problem:
-        text = hide_secrets(describe_problem(problem))
-        raise _RemoteError(f"the copies at {url} cannot be read ({text})") from problem
-
-
-def _check_sizes(entries: dict[str, dict[str, Any]], sizes: dict[str, int], checkpoint: str) -> None:
-    """Compare the sizes of files with a manifest. Raises CorruptCheckpoint naming the first that differs."""
-    for name, entry in entries.items():
-        if name not in sizes:
-            raise CorruptCheckpoint(f"{checkpoint}: {name} is missing")
-        if sizes[name] != entry["size"]:
-            raise CorruptCheckpoint(f"{checkpoint}: {name} has {sizes[name]} bytes, {entry['size']!r:.30} were written")
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Turn an error of reading into RemoteError; CorruptCheckpoint passes."""
+        try:
+            yield
+        except CorruptCheckpoint:
+            raise
+        except Exception as problem:
+            text = hide_secrets(describe_problem(problem))
+            raise RemoteError(f"the copies at {self.url} cannot be read ({text})") from problem

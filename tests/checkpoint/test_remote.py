@@ -6,18 +6,20 @@ import os
 import shutil
 import socket
 import threading
+from types import SimpleNamespace
 
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from coalign import load_config
+from coalign.checkpoint import remote as remote_module
+from coalign.checkpoint.folder import CheckpointFolder
+from coalign.checkpoint.manifest import MANIFEST, CorruptCheckpoint, RemoteError, verify_checkpoint
+from coalign.checkpoint.remote import RemoteCheckpoints
+from coalign.checkpoint.resume import find_newest
 from coalign.config.errors import ConfigError
-from coalign.engine.hooks import checkpoint_remote
-from coalign.engine.hooks.checkpoint_folder import Checkpoints
-from coalign.engine.hooks.checkpoint_remote import RemoteCheckpoints, _RemoteError, find_newest_anywhere
 from coalign.launch.plan import prepare
-from coalign.run_files.checkpoints import MANIFEST, CorruptCheckpoint, verify_checkpoint
 from tests.runs import metrics, run, settings, stopping_after, weights_hash
 
 
@@ -35,7 +37,7 @@ def url(request, tmp_path, memory_url):
 
 @pytest.fixture
 def disk(tmp_path):
-    return Checkpoints(tmp_path / "run" / "checkpoints", keep=2)
+    return CheckpointFolder(tmp_path / "run" / "checkpoints", keep=2)
 
 
 def fill(step, base=b"frozen" * 1000):
@@ -44,6 +46,7 @@ def fill(step, base=b"frozen" * 1000):
         (directory / "hf" / "base.bin").write_bytes(base)
         (directory / "hf" / "new.bin").write_bytes(bytes([step]) * 5000)
         (directory / "state.json").write_text(json.dumps({"step": step}))
+        return SimpleNamespace(paths=[], finish=lambda: None)
 
     return write
 
@@ -80,12 +83,11 @@ def sent(monkeypatch):
 def test_a_copy_is_whole_and_comes_back_as_it_was(url, disk, tmp_path):
     copy(RemoteCheckpoints(url, disk), disk, 1)
     assert listed(url) == [f"step_1/{name}" for name in ("hf/base.bin", "hf/new.bin", MANIFEST, "state.json")]
-    other = Checkpoints(tmp_path / "other" / "checkpoints", keep=2)
-    path = RemoteCheckpoints(url, other).fetch_newer(-1)
+    other = CheckpointFolder(tmp_path / "other" / "checkpoints", keep=2)
+    path = find_newest([RemoteCheckpoints(url, other)])
     assert path == other.path(1) and (path / "hf" / "new.bin").read_bytes() == b"\1" * 5000
     verify_checkpoint(path)
     assert (tmp_path / "other" / "model").resolve() == path / "hf"
-    assert RemoteCheckpoints(url, other).fetch_newer(1) is None
 
 
 def test_a_file_that_the_newest_copy_has_is_not_sent_again(url, disk, sent):
@@ -131,7 +133,7 @@ def test_a_copy_with_a_file_cut_short_does_not_count(memory_url, disk, monkeypat
     def cut(self, source, target):
         send(self, source, target)
         if source.name == "new.bin":
-            self._place[0].pipe_file(target, b"12")
+            self._files.pipe_file(target, b"12")
 
     monkeypatch.setattr(RemoteCheckpoints, "_send", cut)
     remote = RemoteCheckpoints(memory_url, disk)
@@ -152,7 +154,7 @@ def test_the_newest_and_the_best_are_kept(url, disk):
 
 def test_a_run_without_its_folder_keeps_the_best_copy(url, disk, tmp_path):
     copy(RemoteCheckpoints(url, disk), disk, 1, 2, 3, best=1)
-    other = Checkpoints(tmp_path / "other" / "checkpoints", keep=2)
+    other = CheckpointFolder(tmp_path / "other" / "checkpoints", keep=2)
     copy(RemoteCheckpoints(url, other), other, 4, 5, best=1)
     assert steps(url) == [1, 4, 5]
 
@@ -225,16 +227,16 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_copied_again(memory_url, dis
 
 
 def test_the_newest_good_one_of_memory_disk_and_remote(url, disk, tmp_path, caplog):
-    memory = Checkpoints(tmp_path / "memory", 2, hashes=False)
+    memory = CheckpointFolder(tmp_path / "memory", 2, hashes=False)
     remote = RemoteCheckpoints(url, disk)
-    assert find_newest_anywhere(memory, disk, remote) is None
+    assert find_newest([disk, memory, remote]) is None
     copy(remote, disk, 1, 2, 3)
-    assert find_newest_anywhere(memory, disk, remote) == disk.path(3)
+    assert find_newest([disk, memory, remote]) == disk.path(3)
     memory.write(4, fill(4))
-    assert find_newest_anywhere(memory, disk, remote) == memory.path(4)
+    assert find_newest([disk, memory, remote]) == memory.path(4)
     shutil.rmtree(memory.directory)
     (disk.path(3) / "state.json").write_text("{}")
-    assert find_newest_anywhere(memory, disk, remote) == disk.path(3)
+    assert find_newest([disk, memory, remote]) == disk.path(3)
     verify_checkpoint(disk.path(3))
     assert "is replaced by its copy" in caplog.text
     assert [path.name for path in disk.directory.glob("*before*")] == ["step_3.before-1"]
@@ -249,7 +251,7 @@ def test_a_damaged_copy_is_named_and_the_one_before_is_taken(url, disk, caplog, 
     content = bytearray(files.cat_file(f"{root}/step_2/{file}"))
     content[0] ^= 1
     files.pipe_file(f"{root}/step_2/{file}", bytes(content))
-    assert remote.fetch_newer(-1) == disk.path(1)
+    assert find_newest([remote]) == disk.path(1)
     assert f"{url}/step_2" in caplog.text and file in caplog.text
     assert [path.name for path in disk.directory.iterdir()] == ["step_1"]
 
@@ -260,14 +262,14 @@ def test_all_copies_are_damaged(memory_url, disk, tmp_path):
     shutil.rmtree(disk.directory)
     MemoryFileSystem().pipe_file("/bucket/run/step_1/state.json", b"{}")
     with pytest.raises(CorruptCheckpoint, match=r"memory://bucket/run/step_1: state\.json has 2 bytes"):
-        find_newest_anywhere(Checkpoints(tmp_path / "memory", 2), disk, remote)
+        find_newest([disk, remote])
 
 
 def test_a_manifest_that_names_files_elsewhere(memory_url, disk):
     copy(remote := RemoteCheckpoints(memory_url, disk), disk, 1)
     manifest = json.dumps({"files": {"../../../x": {"size": 1, "sha256": "0"}}}).encode()
     MemoryFileSystem().pipe_file(f"/bucket/run/step_1/{MANIFEST}", manifest)
-    with pytest.raises(CorruptCheckpoint, match=r"names '\.\./\.\./\.\./x'"):
+    with pytest.raises(CorruptCheckpoint, match=r"'\.\./\.\./\.\./x' of '1' bytes is no file"):
         remote.fetch(1)
 
 
@@ -276,11 +278,28 @@ def test_copies_that_cannot_be_read(memory_url, disk, tmp_path, monkeypatch, cap
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr(MemoryFileSystem, "find", away)
-    memory, remote = Checkpoints(tmp_path / "memory", 2), RemoteCheckpoints(memory_url, disk)
-    with pytest.raises(_RemoteError, match=r"has no checkpoint, and the copies .* no route .*resume=never"):
-        find_newest_anywhere(memory, disk, remote)
+    memory, remote = CheckpointFolder(tmp_path / "memory", 2), RemoteCheckpoints(memory_url, disk)
+    with pytest.raises(RemoteError, match=r"has no checkpoint, and the copies .* no route .*resume=never"):
+        find_newest([disk, memory, remote])
     path = disk.write(1, fill(1))
-    assert find_newest_anywhere(memory, disk, remote) == path and "no route" in caplog.text
+    assert find_newest([disk, memory, remote]) == path and "no route" in caplog.text
+
+
+def test_a_copy_whose_download_fails_does_not_give_way_to_an_older_copy(memory_url, disk, monkeypatch, caplog):
+    copy(remote := RemoteCheckpoints(memory_url, disk), disk, 1, 2)
+    shutil.rmtree(disk.directory)
+    get = MemoryFileSystem.get_file
+
+    def fail(self, path, *arguments, **keywords):
+        if "step_2" in path:
+            raise ConnectionError("reset by peer")
+        get(self, path, *arguments, **keywords)
+
+    monkeypatch.setattr(MemoryFileSystem, "get_file", fail)
+    with pytest.raises(RemoteError, match=r"has no checkpoint, and the copies .* reset by peer"):
+        find_newest([disk, remote])
+    disk.write(1, fill(1))
+    assert find_newest([disk, remote]) == disk.path(1) and "reset by peer" in caplog.text
 
 
 def test_copies_of_later_steps_do_not_count_for_a_run_that_begins_before_them(url, disk):
@@ -390,8 +409,8 @@ def test_a_run_whose_copies_all_fail_ends_well_and_copies_the_last_one_when_star
 
 
 def test_training_does_not_wait_for_copies(tmp_path, memory_url, monkeypatch):
-    monkeypatch.setattr(checkpoint_remote, "_PROGRESS_SECONDS", 0.05)
-    gate, send, log = threading.Event(), RemoteCheckpoints._send, checkpoint_remote.log.info
+    monkeypatch.setattr(remote_module, "_PROGRESS_SECONDS", 0.05)
+    gate, send, log = threading.Event(), RemoteCheckpoints._send, remote_module.log.info
 
     def wait(self, source, target):
         assert gate.wait(60), "training waits for a copy"
@@ -403,7 +422,7 @@ def test_training_does_not_wait_for_copies(tmp_path, memory_url, monkeypatch):
             gate.set()
 
     monkeypatch.setattr(RemoteCheckpoints, "_send", wait)
-    monkeypatch.setattr(checkpoint_remote.log, "info", note)
+    monkeypatch.setattr(remote_module.log, "info", note)
     config = settings(tmp_path, "sft", steps=6, save_every=1, eval_at_start=False, save_copies_to=memory_url)
     assert run(config) == 0
     assert 6 in steps(memory_url) and len(steps(memory_url)) <= 2

@@ -5,19 +5,20 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from coalign.checkpoint import folder as folder_module
+from coalign.checkpoint.folder import CheckpointFolder, MemoryFolder
+from coalign.checkpoint.resume import find_newest
 from coalign.cluster.cluster import Cluster
 from coalign.cluster.future import Call, WorkerFailure, WorkerLost
 from coalign.cluster.placement.nodes import ProcessPlacement
 from coalign.engine.engine import Engine, Hook, Trainer
 from coalign.engine.environment import Environment
-from coalign.engine.hooks.checkpoint_folder import Checkpoints
 from coalign.engine.hooks.evaluation import EvaluationHook
-from coalign.engine.hooks.recovery import find_newest, open_memory_folder
 from coalign.files import report_written
-from coalign.run_files import checkpoints
 from coalign_diagnose.explain import explain
 from tests.runs import metrics, run, settings, weights_hash
 
@@ -38,7 +39,7 @@ def undisturbed(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def memory(tmp_path, monkeypatch):
     """The directory that stands for /dev/shm."""
-    monkeypatch.setattr(checkpoints, "MEMORY", tmp_path / "memory")
+    monkeypatch.setattr(folder_module, "MEMORY", tmp_path / "memory")
     (tmp_path / "memory").mkdir()
     return tmp_path / "memory"
 
@@ -190,7 +191,7 @@ def test_a_driver_that_ends_goes_on_from_memory(tmp_path, monkeypatch, memory, u
     config = configure(tmp_path, save_in_memory_every=1)
     end_driver(config, monkeypatch)
     [folder] = memory.iterdir()
-    assert folder == open_memory_folder(Path(config["output"])).directory
+    assert folder == MemoryFolder(Path(config["output"])).directory
     assert (folder / "step_3" / "manifest.json").exists() and not (folder / "step_3" / "hf").exists()
     assert run(config) == 0
     assert steps(config) == [1, 2, 3, 4, 5] and weights_hash(config, 5) == undisturbed
@@ -203,7 +204,7 @@ def move_trainer(engine):
 
 def test_memory_of_another_node_is_refused(tmp_path, monkeypatch):
     real = Engine.learn
-    monkeypatch.setattr(Engine, "learn", lambda self: (move_trainer(self), real(self))[1])
+    monkeypatch.setattr(Engine, "learn", lambda self, recover: (move_trainer(self), real(self, recover))[1])
     with pytest.raises(ValueError, match=r"save_in_memory_every is 1, and models\.trainer has processes on another"):
         run(configure(tmp_path, save_in_memory_every=1))
 
@@ -232,11 +233,16 @@ def test_a_trainer_that_moves_to_another_node_goes_on_from_the_disk(
 @pytest.mark.parametrize("resume", ["never", "auto"])  # auto: a new folder of the same path is another run
 def test_a_run_that_begins_anew_does_not_read_what_is_in_memory(tmp_path, memory, resume):
     config = settings(tmp_path, "sft", steps=2, eval_at_start=False, resume=resume)
-    left = open_memory_folder(Path(config["output"])).directory
+    left = MemoryFolder(Path(config["output"])).directory
     (left / "step_1").mkdir(parents=True)
     (left / "step_1" / "manifest.json").write_text('{"files": {}}')
     assert run(config) == 0
     assert steps(config) == [1, 2] and (resume == "auto" or not left.exists())
+
+
+def write_file(directory):
+    (directory / "file").write_text("x")
+    return SimpleNamespace(paths=[], finish=lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -251,45 +257,40 @@ def test_a_run_that_begins_anew_does_not_read_what_is_in_memory(tmp_path, memory
     ],
 )
 def test_the_newest_checkpoint_counts(tmp_path, in_memory, on_disk, expected):
-    folders = {"memory": Checkpoints(tmp_path / "memory2", 9, hashes=False), "disk": Checkpoints(tmp_path / "disk", 9)}
+    folders = {
+        "memory": CheckpointFolder(tmp_path / "memory2", 9, hashes=False),
+        "disk": CheckpointFolder(tmp_path / "disk", 9),
+    }
     for name, written in (("memory", in_memory), ("disk", on_disk)):
         folders[name].directory.mkdir()
         for step in written:
-            folders[name].write(step, lambda path: (path / "file").write_text("x") and None)
-    found = find_newest(folders["memory"], folders["disk"])
+            folders[name].write(step, write_file)
+    found = find_newest([folders["disk"], folders["memory"]])
     assert found == (expected and folders[expected[0]].path(expected[1]))
 
 
 def test_a_damaged_checkpoint_in_memory_gives_way(tmp_path):
-    memory, disk = Checkpoints(tmp_path / "m", 9, hashes=False), Checkpoints(tmp_path / "d", 9)
+    memory, disk = CheckpointFolder(tmp_path / "m", 9, hashes=False), CheckpointFolder(tmp_path / "d", 9)
     for folder, step in ((memory, 5), (disk, 3)):
         folder.directory.mkdir()
-        folder.write(step, lambda path: (path / "file").write_text("x") and None)
+        folder.write(step, write_file)
     assert "sha256" not in json.loads((memory.path(5) / "manifest.json").read_text())["files"]["file"]
     (memory.path(5) / "file").write_text("longer")
     with pytest.raises(OSError, match=r"no checkpoint in .* is intact"):
-        find_newest(memory, Checkpoints(tmp_path / "none", 9))
-    assert find_newest(memory, disk) == disk.path(3)
-
-
-class FilesOfALostProcess:
-    def __init__(self, *paths):
-        self.paths = list(paths)
-
-    def finish(self):
-        """The process that was started again has nothing to write."""
+        find_newest([CheckpointFolder(tmp_path / "none", 9), memory])
+    assert find_newest([disk, memory]) == disk.path(3)
 
 
 @pytest.mark.parametrize("written", [True, False])
 def test_a_checkpoint_whose_writer_is_lost_is_given_up(tmp_path, written):
-    folder = Checkpoints(tmp_path / "folder", 9)
+    folder = CheckpointFolder(tmp_path / "folder", 9)
     folder.directory.mkdir()
 
     def write(path):
         (path / "weights").mkdir()
         if written:
             report_written(path / "weights")
-        return FilesOfALostProcess(path / "weights")
+        return SimpleNamespace(paths=[path / "weights"], finish=lambda: None)
 
     folder.begin(3, write)
     if written:
@@ -308,7 +309,7 @@ def test_the_memory_of_deleted_runs_is_freed(tmp_path, memory):
         (folder / "run").symlink_to(tmp_path / target)
         os.utime(folder, (time.time() - age * 86400,) * 2)
     (memory / f"coalign-{os.getuid()}-other").mkdir()
-    open_memory_folder(tmp_path / "run")
+    MemoryFolder(tmp_path / "run")
     assert sorted(folder.name.split("-")[2] for folder in memory.iterdir()) == ["new", "other", "there"]
 
 

@@ -2,15 +2,17 @@ import errno
 import logging
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from coalign.backends.base import TrainableModule
-from coalign.engine.hooks import checkpoint_folder
-from coalign.engine.hooks.checkpoint import Save
-from coalign.engine.hooks.checkpoint_folder import Checkpoints
+from coalign.checkpoint import folder
+from coalign.checkpoint.folder import CheckpointFolder
+from coalign.checkpoint.manifest import MANIFEST, CorruptCheckpoint, verify_checkpoint
+from coalign.checkpoint.resume import find_newest
+from coalign.checkpoint.schedule import Save
 from coalign.files import report_written
-from coalign.run_files.checkpoints import MANIFEST, CorruptCheckpoint, verify_checkpoint
 from tests.runs import metrics, run, settings, stopping_after, weights_hash
 
 
@@ -18,11 +20,12 @@ def fill(directory):
     (directory / "hf").mkdir()
     (directory / "hf" / "model.bin").write_bytes(bytes(range(256)) * 40)
     (directory / "state.json").write_text('{"step": 1}')
+    return SimpleNamespace(paths=[], finish=lambda: None)
 
 
 @pytest.fixture
 def checkpoints(tmp_path):
-    return Checkpoints(tmp_path / "checkpoints", keep=2)
+    return CheckpointFolder(tmp_path / "checkpoints", keep=2)
 
 
 def flip(file):
@@ -44,7 +47,7 @@ def test_damage_is_found_and_the_checkpoint_before_is_used(checkpoints, caplog, 
     damage(second / file)
     with pytest.raises(CorruptCheckpoint, match=said):
         verify_checkpoint(second)
-    assert checkpoints.find_newest() == first and file in caplog.text
+    assert find_newest([checkpoints]) == first and file in caplog.text
 
 
 def test_a_full_disk_leaves_the_last_good_one_and_nothing_else(checkpoints):
@@ -57,7 +60,7 @@ def test_a_full_disk_leaves_the_last_good_one_and_nothing_else(checkpoints):
     for step in (1, 2):
         with pytest.raises(OSError, match="No space"):
             checkpoints.write(step, full)
-    assert checkpoints.find_newest() == good
+    assert find_newest([checkpoints]) == good
     assert [p.name for p in checkpoints.directory.iterdir()] == ["step_1"]
 
 
@@ -66,7 +69,7 @@ def test_a_crash_while_writing_is_invisible_and_cleaned_up(checkpoints):
     left = checkpoints.directory / ".writing-step_2"
     left.mkdir()
     (left / "state.json").write_text("{}")
-    assert checkpoints.find_newest() == good
+    assert find_newest([checkpoints]) == good
     checkpoints.write(2, fill)
     assert not left.exists()
 
@@ -107,10 +110,10 @@ def test_a_checkpoint_under_way_cannot_be_seen_and_is_complete_once_all_files_ar
     checkpoints.begin(2, files.begin)
     time.sleep(0.2)
     checkpoints.poll()
-    assert checkpoints.steps() == [1] and checkpoints.find_newest() == first and heard == []
+    assert checkpoints.steps() == [1] and find_newest([checkpoints]) == first and heard == []
     files.write()
     wait_until(lambda: checkpoints.poll() or heard)
-    assert checkpoints.find_newest() == checkpoints.path(2) and heard == [2] and files.finished == 0
+    assert find_newest([checkpoints]) == checkpoints.path(2) and heard == [2] and files.finished == 0
     left = {str(path.relative_to(checkpoints.path(2))) for path in checkpoints.path(2).rglob("*") if path.is_file()}
     assert left == {MANIFEST, "state.json", "hf/model.bin", "model/weights"}
     assert not list(checkpoints.directory.glob(".writing*"))
@@ -132,7 +135,7 @@ def test_what_a_writer_reports_is_raised_and_nothing_is_left(checkpoints):
 
 
 def test_a_report_between_two_looks_counts(checkpoints, monkeypatch):
-    files, look = Files(), checkpoint_folder.read_report
+    files, look = Files(), folder.read_report
 
     def look_and_fail(path):
         found = look(path)
@@ -140,7 +143,7 @@ def test_a_report_between_two_looks_counts(checkpoints, monkeypatch):
             files.fail()
         return found
 
-    monkeypatch.setattr(checkpoint_folder, "read_report", look_and_fail)
+    monkeypatch.setattr(folder, "read_report", look_and_fail)
     checkpoints.begin(1, files.begin)
     with pytest.raises(OSError, match="no space"):
         checkpoints.finish()
@@ -169,7 +172,7 @@ def test_a_checkpoint_is_read_back_before_it_counts(checkpoints, monkeypatch):
         if path.name == "model.bin":
             path.write_bytes(path.read_bytes()[:-1] + b"x")
 
-    monkeypatch.setattr(checkpoint_folder, "_drop_from_memory", damage)
+    monkeypatch.setattr(folder, "_drop_from_memory", damage)
     with pytest.raises(CorruptCheckpoint, match=r"contents of hf/model\.bin have changed"):
         checkpoints.write(1, fill)
     assert list(checkpoints.directory.iterdir()) == []

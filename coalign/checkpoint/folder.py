@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: writes them atomically, verifies them, finds the newest, deletes old ones.
+"""The folders of a run's checkpoints, on the disk and in memory: write them atomically, verify them, delete old ones.
 
 A checkpoint is written to a temporary directory by workers and by a thread, while training goes on. The thread hashes
 all files, flushes them, reads them back and renames the directory: a checkpoint is complete or does not exist.
@@ -6,11 +6,13 @@ all files, flushes them, reads them back and renames the directory: a checkpoint
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
@@ -18,12 +20,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from coalign.checkpoint.manifest import MANIFEST, list_steps, verify_checkpoint
 from coalign.files import delete_path, delete_report, flush_path, hash_file, move_aside, read_report, write_atomically
-from coalign.run_files.checkpoints import MANIFEST, CorruptCheckpoint, list_steps, verify_checkpoint
 from coalign.threads import begin_in_thread
 
 log = logging.getLogger(__name__)
 
+MEMORY = Path("/dev/shm")  # checkpoints in memory, each run in a folder `coalign-USER-HASH`
+RUN = "run"  # a link in such a folder to the folder of the run
+_KEPT_IN_MEMORY = 2  # one is complete while the next one is written
+_LEFT_SECONDS = 24 * 3600.0
 _POLL_SECONDS = 0.05
 
 
@@ -40,23 +46,19 @@ class UnfinishedFiles(Protocol):
 class _CheckpointWriting:
     """A checkpoint that is being written."""
 
-    def __init__(self, step: int, aside: Path, files: UnfinishedFiles | None, cleanup: ExitStack) -> None:
+    def __init__(self, step: int, aside: Path, files: UnfinishedFiles, cleanup: ExitStack) -> None:
         self.step, self.aside, self.files = step, aside, files
         self.cleanup = cleanup  # renames the directory, or deletes it after an error
         self.reported = threading.Event()  # all files are written
         self.cancelled = threading.Event()
         self.done: Future[None]  # ends with the thread that completes the checkpoint
 
-    @property
-    def paths(self) -> list[Path]:
-        return self.files.paths if self.files else []
-
 
 class _Cancelled(Exception):
     """Nobody wants the checkpoint any more."""
 
 
-class Checkpoints:
+class CheckpointFolder:
     """The checkpoints of one run folder: the newest ``keep``, and the best by a metric if one is watched.
 
     At most one is being written at a time. ``on_complete(step)`` is called for each complete one. Without ``hashes``
@@ -64,7 +66,7 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path, keep: int, *, hashes: bool = True) -> None:
-        self.directory = directory
+        self.directory, self.location = directory, str(directory)
         self.keep = keep
         self.hashes = hashes
         self.on_complete: Callable[[int], None] = lambda step: None
@@ -77,7 +79,7 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         return self.directory / f"step_{step}"
 
-    def begin(self, step: int, write_files: Callable[[Path], UnfinishedFiles | None]) -> None:
+    def begin(self, step: int, write_files: Callable[[Path], UnfinishedFiles]) -> None:
         """Begin the checkpoint of ``step``; ``write_files(directory)`` writes its files, or has workers write them.
 
         The previous one must be finished. Raises what ``write_files`` raises; nothing is left behind then.
@@ -107,15 +109,14 @@ class Checkpoints:
         if writing is None:
             return
         try:
-            if writing.files and not writing.reported.is_set():
+            if not writing.reported.is_set():
                 writing.files.finish()
             writing.done.result()
         except Exception:
             writing.cancelled.set()
             writing.done.exception()  # waits
-            if writing.files:  # workers that still write would create the directory again
-                with suppress(Exception):
-                    writing.files.finish()
+            with suppress(Exception):  # workers that still write would create the directory again
+                writing.files.finish()
             delete_path(writing.aside)
             raise
         self.on_complete(writing.step)
@@ -125,10 +126,10 @@ class Checkpoints:
 
         Raises what `finish` raises.
         """
-        if self._writing is not None and self._writing.files is not None:
+        if self._writing is not None:
             with suppress(Exception):
                 self._writing.files.finish()  # waits for the processes that live
-            are_written = all(read_report(path) is not None for path in self._writing.paths)
+            are_written = all(read_report(path) is not None for path in self._writing.files.paths)
             if not self._writing.reported.is_set() and not are_written:
                 self._writing.cancelled.set()
         self.finish()
@@ -138,7 +139,7 @@ class Checkpoints:
         if self._writing is not None:
             self._writing.cancelled.set()
 
-    def write(self, step: int, write_files: Callable[[Path], UnfinishedFiles | None]) -> Path:
+    def write(self, step: int, write_files: Callable[[Path], UnfinishedFiles]) -> Path:
         """Write the checkpoint of ``step`` and wait for it; return its path. Raises what `begin` and `finish` raise."""
         self.begin(step, write_files)
         self.finish()
@@ -157,7 +158,7 @@ class Checkpoints:
 
     def _wait_for_reports(self, writing: _CheckpointWriting) -> None:
         """Wait until all files are written. OSError if one cannot be; _Cancelled."""
-        waiting = [*writing.paths]
+        waiting = [*writing.files.paths]
         while waiting:
             reports = {path: read_report(path) for path in waiting}
             for problem in filter(None, reports.values()):
@@ -165,7 +166,7 @@ class Checkpoints:
             waiting = [path for path, report in reports.items() if report is None]
             if writing.cancelled.wait(_POLL_SECONDS if waiting else 0):
                 raise _Cancelled
-        for path in writing.paths:
+        for path in writing.files.paths:
             delete_report(path)
         writing.reported.set()
 
@@ -200,26 +201,14 @@ class Checkpoints:
                 (self.path(step) / MANIFEST).unlink()
                 shutil.rmtree(self.path(step))
 
-    def find_newest(self) -> Path | None:
-        """Return the newest checkpoint that passes verification, None without any. Those that fail are logged.
+    def list_candidates(self) -> list[int]:
+        """Return the steps that a run may go on from; one without a manifest has been damaged."""
+        return list_steps(self.directory)
 
-        CorruptCheckpoint if there are some and all fail.
-        """
-        problems = []
-        for step in reversed(list_steps(self.directory)):
-            try:
-                verify_checkpoint(self.path(step))
-            except CorruptCheckpoint as problem:
-                log.warning("%s; trying the one before", problem)
-                problems.append(str(problem))
-            else:
-                return self.path(step)
-        if problems:
-            raise CorruptCheckpoint(
-                f"no checkpoint in {self.directory} is intact ({'; '.join(problems)}). Restore one, or start anew with "
-                "`runtime.resume=never`, which moves them and the metrics aside"
-            )
-        return None
+    def fetch(self, step: int) -> Path:
+        """Return the path of a checkpoint. Raises CorruptCheckpoint if it does not pass verification."""
+        verify_checkpoint(self.path(step))
+        return self.path(step)
 
     def move_later_aside(self, step: int) -> None:
         """Rename the checkpoints after ``step``, from which the run continues."""
@@ -227,6 +216,44 @@ class Checkpoints:
             if later > step:
                 path = self.path(later)
                 log.warning("%s comes after step %d; it is now %s", path, step, move_aside(path))
+
+
+class MemoryFolder(CheckpointFolder):
+    """The checkpoints of a run in this machine's memory, from which it goes on after it has lost a process.
+
+    They outlast every process of the run, the driver included. They do not outlast the machine, and other machines
+    cannot read them.
+    """
+
+    def __init__(self, run: Path) -> None:
+        """Delete what deleted runs have left. Raises PermissionError if the folder is another user's."""
+        digest = hashlib.sha256(str(run.absolute()).encode()).hexdigest()
+        folder = MEMORY / f"coalign-{os.getuid()}-{digest[:16]}"
+        super().__init__(folder, _KEPT_IN_MEMORY, hashes=False)
+        self.run = run
+        if folder.exists() and folder.stat().st_uid != os.getuid():
+            raise PermissionError(f"{folder} would hold checkpoints of {run}, and belongs to another user")
+        if not (run / "config.yaml").exists():  # nobody has trained here since the folder was made
+            self.clear()
+        for left in filter(_is_left, MEMORY.glob(f"coalign-{os.getuid()}-*")):
+            delete_path(left)
+
+    def begin(self, step: int, write_files: Callable[[Path], UnfinishedFiles]) -> None:
+        self.directory.mkdir(mode=0o700, exist_ok=True)
+        if not (link := self.directory / RUN).is_symlink():
+            link.symlink_to(self.run.absolute())
+        super().begin(step, write_files)
+
+    def list_candidates(self) -> list[int]:
+        return self.steps()  # the others are remains of `clear`
+
+
+def _is_left(folder: Path) -> bool:
+    """Whether a folder in memory is that of a deleted run, and nobody has written to it for a day."""
+    try:
+        return not (folder / RUN).readlink().exists() and time.time() - folder.stat().st_mtime > _LEFT_SECONDS
+    except OSError:  # it has no link, or another process has just deleted it
+        return False
 
 
 def _drop_from_memory(path: Path) -> None:
