@@ -43,6 +43,7 @@ GROUPS = (API, COMMANDS, BACKENDS, REWARDS, QUESTIONS, ENVIRONMENTS, FORMATS, CH
 COMPANIONS = {
     "coalign-board": {COMMANDS: ("board", "watch")},
     "coalign-cpu": {KERNELS: ("layers", "operations")},
+    "coalign-deepspeed": {BACKENDS: ("deepspeed",)},
     "coalign-diagnose": {COMMANDS: ("diagnose", "doctor", "explain")},
     "coalign-graders": {
         REWARDS: (
@@ -68,6 +69,7 @@ COMPANIONS = {
         COMMANDS: ("chat", "check-sync", "eval", "generate", "merge", "pipeline", "score", "serve", "serve-reward"),
         ENVIRONMENTS: ("agent",),
     },
+    "coalign-vllm": {BACKENDS: ("vllm",)},
 }
 
 

@@ -3,11 +3,11 @@
 Start with ``base.py``: a backend is a subclass of ``Module``, or of ``TrainableModule`` if it learns.
 
 - ``packing.py`` and ``attention.py`` pack a micro-batch.
-- ``hf/`` trains models of transformers in plain torch; ``deepspeed.py`` and the companion coalign-megatron use other
-  engines for that.
-- ``engines/`` generates: the contract, and the engines ``native``, ``vllm`` and ``transformers``.
-- ``scorers/`` only score: reward functions, reward models with a tokenizer of their own, cached answers. Judges are in
-  the companion coalign-graders.
+- ``hf/`` trains models of transformers in plain torch.
+- ``engines/`` generates: the contract, and the engines ``native`` and ``transformers``.
+- ``scorers/`` only score: reward functions, reward models with a tokenizer of their own, cached answers.
+
+Companions bring others: coalign-deepspeed and coalign-megatron train, coalign-vllm generates, coalign-graders judges.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ from coalign.config.errors import suggest
 
 CLASSES = {
     "fsdp": "coalign.backends.hf.fsdp:FSDPModule",
-    "deepspeed": "coalign.backends.deepspeed:DeepSpeedModule",
     "native": "coalign.backends.engines.native.native_engine:NativeModule",
     "transformers": "coalign.backends.engines.transformers:TransformersModule",
-    "vllm": "coalign.backends.engines.vllm.vllm_module:VLLMModule",
     "reward": "coalign.backends.scorers.reward_functions:RewardModule",
     "cached": "coalign.backends.scorers.cached:CachedModule",
     "retokenize": "coalign.backends.scorers.retokenize:RetokenizeModule",

@@ -96,9 +96,9 @@ HEAVY = {
         *("cluster/ray/", "cluster/survivors/", "coalign_diagnose/doctor/ray_nodes.py"),
         *("coalign_jobs/ray_client.py", "coalign_jobs/sweep/tune.py"),
     ),
-    "vllm": "backends/engines/vllm/",
+    "vllm": "coalign_vllm/",
     "megatron": "coalign_megatron/backend/",
-    "deepspeed": "backends/deepspeed.py",
+    "deepspeed": "coalign_deepspeed/",
     "latex2sympy2_extended": "coalign_graders/checks.py",  # math-verify's parser
     "huggingface_hub": "hub.py",
     "gguf": "coalign_prepare/gguf.py",

@@ -58,7 +58,7 @@ def test_stored_names_are_those_of_files(paths):  # noqa: F811
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_vllm_computes_with_new_experts(tmp_path, family):
     """Its experts are packed anew; those that did not come again stay as they are."""
-    from coalign.backends.engines.vllm.vllm_module import VLLMModule
+    from coalign_vllm.module import VLLMModule
 
     shape = FAMILIES[family] | {"moe_intermediate_size": 32, "initializer_range": 0.3}
     path = str(tiny_model_dir(tmp_path, family=family, tied=False, hidden=128, **shape))

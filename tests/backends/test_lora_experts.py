@@ -8,12 +8,12 @@ from transformers import AutoModelForCausalLM
 
 from coalign.backends import lora as adapters
 from coalign.backends import pretrained
-from coalign.backends.deepspeed import DeepSpeedModule
 from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
+from coalign_deepspeed.module import DeepSpeedModule
 from coalign_serve.weights.adapter import merge_adapter
 from tests.backends.batches import rollout
 from tests.backends.test_fsdp import module

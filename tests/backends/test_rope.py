@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM
 from coalign.backends.attention import register_attention
 from coalign.backends.engines.request import Request
 from coalign.backends.engines.session_driver import generate_responses
-from coalign.backends.engines.vllm.vllm_module import VLLMModule
 from coalign.backends.hf.heads import LanguageModel
 from coalign.backends.pretrained import read_config, read_context_length, read_rope_limit
 from coalign.config.schema import ModelConfig
@@ -18,6 +17,7 @@ from coalign.data.batch import Batch
 from coalign.launch.check import check
 from coalign.launch.data_load import load_data
 from coalign.launch.plan import prepare
+from coalign_vllm.module import VLLMModule
 from tests.backends.native import helpers
 from tests.backends.test_fsdp import module
 from tests.launch.test_validate import configured

@@ -12,7 +12,6 @@ from coalign import generate
 from coalign.backends import pretrained
 from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.backends.engines.transformers import TransformersModule
-from coalign.backends.engines.vllm.vllm_module import VLLMModule
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.hf.heads import LanguageModelHead
 from coalign.backends.packing import pack
@@ -20,6 +19,7 @@ from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
 from coalign_serve.chat import ChatSettings, Conversation
+from coalign_vllm.module import VLLMModule
 from tests.runs import run
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 

@@ -17,7 +17,7 @@ from coalign.config.schema import ModelConfig
 from coalign.data.examples import RowLimit
 
 if TYPE_CHECKING:
-    from coalign.backends.engines.vllm.vllm_engine import VLLMEngine
+    from coalign_vllm.engine import VLLMEngine
 
 SUPPORTED = "0.32.*"
 OWNED_VARIABLES = {
@@ -112,7 +112,7 @@ class VLLMModule(RolloutModule):
         """Raise ImportError without a supported vLLM, and ValueError for a model that vLLM cannot run."""
         _require_vllm(config, name)
         os.environ.update({**PREFERRED_VARIABLES, **os.environ, **OWNED_VARIABLES})
-        from coalign.backends.engines.vllm.vllm_engine import check_arguments, create_engine_arguments
+        from coalign_vllm.engine import check_arguments, create_engine_arguments
 
         check_arguments(create_engine_arguments(config, name, str(device)), name, pretrained.read_processor(config))
 
@@ -124,7 +124,7 @@ class VLLMModule(RolloutModule):
 
     def build(self, architecture: PreTrainedConfig) -> VLLMEngine:
         os.environ.update({**PREFERRED_VARIABLES, **os.environ, **OWNED_VARIABLES})
-        from coalign.backends.engines.vllm.vllm_engine import VLLMEngine, create_engine_arguments
+        from coalign_vllm.engine import VLLMEngine, create_engine_arguments
 
         config, context = self.config, self.context
         skeleton = pretrained.build_skeleton(config.model_copy(update={"lora": None}), packed=False)

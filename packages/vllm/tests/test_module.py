@@ -14,10 +14,10 @@ import torch
 from transformers import PreTrainedModel
 
 from coalign.backends import lora, refuse_owned, refuse_unknown
-from coalign.backends.engines.vllm import vllm_module as vllm
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig
 from coalign.roles import Context
+from coalign_vllm import module as vllm
 from tests.conformance.engines import SMALL, VLLM, build, load, mismatch, model_dir, prompts
 from tests.tiny import tiny_model_dir
 
@@ -102,7 +102,7 @@ def test_options_that_are_unknown_or_taken_are_refused(name, message):
 
 @VLLM
 def test_parcels_hold_every_tensor_and_one_that_is_larger_than_a_parcel():
-    from coalign.backends.engines.vllm.weight_loader import WeightOutlet
+    from coalign_vllm.weight_loader import WeightOutlet
 
     weights = [(str(n), torch.randn(n, 3).to(dtype)) for n, dtype in ((4, torch.float32), (7, torch.bfloat16))] * 3
     weights += [("large", torch.randn(200)), ("none", torch.zeros(0, 3)), ("last", torch.tensor(3.0))]
@@ -201,7 +201,7 @@ def test_what_vllm_cannot_run_is_named_before_weights_are_read(directory, tmp_pa
 
 @VLLM
 def test_ranks_beyond_what_vllm_has_room_for_are_refused():
-    from coalign.backends.engines.vllm import weight_loader as worker
+    from coalign_vllm import weight_loader as worker
 
     assert [worker.adapter_capacity(rank, "policy") for rank in (1, 4, 9, 512)] == [1, 8, 16, 512]
     with pytest.raises(ValueError, match=r"rank up to 512; the trainer's `lora\.rank` is 513: use `merged`"):

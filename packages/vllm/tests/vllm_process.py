@@ -53,7 +53,7 @@ def call(function: str, *arguments: Any, scratch: Path, seconds: float = 900) ->
     """What the function with this dotted path returns in a process of its own."""
     given, result = scratch / "given.pickle", scratch / "result.pickle"
     given.write_bytes(pickle.dumps((function, arguments)))
-    command = [sys.executable, "-m", "tests.vllm_process", str(given), str(result)]
+    command = [sys.executable, "-m", "packages.vllm.tests.vllm_process", str(given), str(result)]
     paths = [os.environ.get("PYTHONPATH", ""), *([] if find_spec("torchvision") else [str(FOLDER)])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment)

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from coalign.backends.engines.request import begin_samples, extend_samples, plan_requests
-from coalign.backends.engines.vllm.vllm_module import VLLMModule
 from coalign.backends.vision import list_placeholder_ids, name_components
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
@@ -21,6 +20,8 @@ from coalign.data.images.image_files import ImageFiles
 from coalign.roles import Context
 from coalign.run_files.records import read_records
 from coalign.types import Status
+from coalign_vllm.module import VLLMModule
+from packages.vllm.tests.vllm_process import call, find_torchvision
 from tests.backends.test_images import Gradients, build_trainer, load_prompts
 from tests.backends.test_videos import ROWS as VIDEO_ROWS
 from tests.backends.test_videos import load as load_videos
@@ -28,7 +29,6 @@ from tests.backends.test_videos import make_videos
 from tests.conformance.engines import SMALL, VLLM
 from tests.runs import run
 from tests.vision import FAMILIES, picture, vision_model_dir
-from tests.vllm_process import call, find_torchvision
 
 # All that vLLM's kernels for CPUs compute.
 ALL = [
@@ -137,7 +137,7 @@ def generate_over_a_sync(trainer: Gradients, policy: VLLMModule, prompts: Batch,
 
 @VLLM
 def test_a_vllm_without_torchvision_is_refused_before_it_starts(tmp_path, monkeypatch):
-    monkeypatch.setattr("coalign.backends.engines.vllm.vllm_module.find_spec", lambda name: None)
+    monkeypatch.setattr("coalign_vllm.module.find_spec", lambda name: None)
     path = vision_model_dir(tmp_path / "model", weights=False)
     config = ModelConfig(module="vllm", load=str(path), vision={})
     with pytest.raises(ImportError, match=r"models\.policy\.module is `vllm`, which needs torchvision for models that"):
