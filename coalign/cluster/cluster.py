@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from coalign.cluster import stacks
 from coalign.cluster.dist import DistActor, DistModel
 from coalign.cluster.executor import Executor, choose_executor
 from coalign.cluster.future import (
@@ -40,13 +39,15 @@ from coalign.cluster.placement.nodes import Node, ProcessPlacement, assign_nodes
 from coalign.cluster.placement.slots import Footprint, Slot, list_slots, pack_slots
 from coalign.cluster.residency import Residency
 from coalign.cluster.slices import MAX_LOSSES
-from coalign.cluster.survivors.claim import RunClaim
 from coalign.cluster.worker import find_module_class, name_of
 from coalign.config.errors import ConfigError, ConfigProblem
 from coalign.config.schema import PARALLEL, ModelConfig, RunConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
 from coalign.threads import CallQueue, start_thread
+
+if TYPE_CHECKING:
+    from coalign.cluster.survivors.claim import RunClaim
 
 log = logging.getLogger(__name__)
 PING_SECONDS = 60.0  # a living worker has finished its earlier calls by then
@@ -386,7 +387,9 @@ class Cluster(ABC):
 
     def stacks(self) -> dict[str, str]:
         """The Python stacks of every process of the run, by process name (`driver`, `policy, replica 0`)."""
-        return {"driver": stacks.format_own_stacks()}
+        from coalign.cluster.stacks import format_own_stacks  # for a run that hangs
+
+        return {"driver": format_own_stacks()}
 
     def model_queue(self, name: str, config: ModelConfig, ranks: Sequence[WorkerHandle]) -> CallQueue:
         """Return the queue whose thread does the work of a model's calls."""

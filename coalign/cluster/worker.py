@@ -23,7 +23,6 @@ from torch import Tensor
 
 from coalign import devices
 from coalign.cluster.future import DeviceMemoryUse, Meta, Store, WorkerFailure, WorkerRows
-from coalign.cluster.memory_report import write_memory_report
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig, ProfileConfig
 from coalign.data.batch import Batch
@@ -279,6 +278,8 @@ class Worker:
 
     def _describe_failure(self, error: BaseException) -> WorkerFailure:
         output, trace = self.context.output, "".join(traceback.format_exception(error))
+        from coalign.cluster.memory_report import write_memory_report  # for failures alone
+
         more = write_memory_report(error, Path(output) / "out_of_memory", self.context.process) if output else ""
         return WorkerFailure(type(error).__name__, f"{error}{more}", trace, _portable(error))
 

@@ -26,8 +26,7 @@ from coalign.data.batch import Batch
 from coalign.data.loader import Loader
 from coalign.engine.rollouts.bundle import METRIC_TYPES, Bundle, count, describe, describe_sources, group_ages
 from coalign.engine.rollouts.events import CollectedBundle, RolloutEvents
-from coalign.engine.rollouts.journal import list_groups
-from coalign.engine.rollouts.pool import GroupPool, ReadyGroups, count_groups
+from coalign.engine.rollouts.pool import GroupPool, ReadyGroups, count_groups, list_groups
 from coalign.engine.rollouts.selection import GroupSelection, filter_groups, pass_rates, response_lengths
 from coalign.engine.rollouts.unfinished import CompleteGroups
 from coalign.types import Stat, Stats, Total, merge_stats

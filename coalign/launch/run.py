@@ -15,7 +15,6 @@ from typing import Any
 from coalign.checkpoint.resume import RunStores, read_checkpoint, resume
 from coalign.checkpoint.schedule import Save, SaveInMemory
 from coalign.cluster.cluster import choose_cluster, start_cluster
-from coalign.cluster.survivors.claim import RunClaim
 from coalign.companions import EXPLAINS, ask, list_modules
 from coalign.config import dump, locate_problems
 from coalign.config.export import list_written
@@ -116,7 +115,11 @@ def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: 
             for model in plan.models.values():  # before processes compete for the machine
                 if model.base_of is None and not model.config.devices:
                     model.module.tune(model.config)
-            claim = RunClaim(folder.path, folder.epoch, identity, begins=checkpoint is None, waits=folder.waits)
+            claim = None
+            if choose_cluster(config) == "ray":  # whose processes outlive this one
+                from coalign.cluster.survivors.claim import RunClaim
+
+                claim = RunClaim(folder.path, folder.epoch, identity, begins=checkpoint is None, waits=folder.waits)
             cluster = start_cluster(config, plan.started, claim)
             signals.install()
         try:

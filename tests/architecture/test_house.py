@@ -19,10 +19,10 @@ from tests.architecture.test_imports import COMPANION_FILES, FILES, PACKAGE, nam
 # Lines that a room may have. A change that needs more moves or removes something, or raises the budget and says why.
 BUDGETS = {
     "algorithms": 2_515,
-    "backends": 11_280,
+    "backends": 9_990,
     "checkpoint": 1_235,
     "cli": 495,
-    "cluster": 6_575,
+    "cluster": 6_580,
     "config": 3_320,
     "data": 5_825,
     "engine": 4_880,
@@ -37,7 +37,7 @@ BUDGETS = {
     "weights": 1_965,
     "": 2_860,  # modules beside the rooms
 }
-CORE_FILES, CORE_LINES = 290, 49_380
+CORE_FILES, CORE_LINES = 290, 48_100
 # Words that stand for a noun in a name: `found` for the nodes that were found.
 FILLERS = {
     *("found", "part", "parts", "each", "own", "kind", "kinds", "place", "places", "whole", "late", "begun", "most"),
@@ -105,7 +105,7 @@ def test_no_function_is_longer_than_100_lines():
     assert not [node.name for node in functions if (node.end_lineno or 0) - node.lineno >= 100]
 
 
-@pytest.mark.parametrize(("module", "most"), [("coalign.launch.run", 145), ("coalign.cli", 14)])
+@pytest.mark.parametrize(("module", "most"), [("coalign.launch.run", 140), ("coalign.cli", 14)])
 def test_a_start_loads_few_modules(module, most):
     code = f"import sys, {module}; print(sum(name.partition('.')[0].startswith('coalign') for name in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

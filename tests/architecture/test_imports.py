@@ -112,7 +112,7 @@ HEAVY = {
     "datasets": "hub_data.py",
     "bitsandbytes": "backends/optim.py",
     "torchao": "backends/hf/linear_layers.py",
-    "peft": ("backends/lora.py", "coalign_serve/weights/adapter.py"),
+    "peft": "backends/lora.py",
     "sentencepiece": "coalign_megatron/vocab/tokenizer.py",
     "tensorboard": "report/trackers.py",
     "wandb": "report/trackers.py",

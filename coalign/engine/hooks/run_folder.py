@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from coalign.engine.hooks.rollout_files import RolloutFiles
-from coalign.engine.rollouts.journal import NAME as JOURNAL
 from coalign.files import RecordFile, move_aside, write_atomically, write_text_atomically
 from coalign.run_files.control import refuse_request
 from coalign.run_files.lock import lock_folder, read_owner
@@ -26,6 +25,7 @@ from coalign.run_files.state import StateFile
 from coalign.types import Metric
 
 log = logging.getLogger(__name__)
+JOURNAL = "journal.jsonl"
 
 
 class StepLog:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from coalign.cluster.future import BatchRef, Future, WatchedCalls
 from coalign.data.batch import Batch
-from coalign.engine.rollouts.journal import list_groups
+from coalign.engine.rollouts.pool import list_groups
 from coalign.engine.rollouts.selection import find_sources
 from coalign.engine.rollouts.unfinished import find_oldest_versions
 from coalign.types import Max, Metric, Moments, Stat, Stats, Status, Total, merge_stats

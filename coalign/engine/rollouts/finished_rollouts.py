@@ -30,7 +30,8 @@ from torch import Tensor
 
 from coalign.cluster.future import BatchRef, Meta, Store, WorkerTask
 from coalign.data.batch import Batch
-from coalign.engine.rollouts.journal import decode_line, encode_line, format_groups, list_groups, parse_groups
+from coalign.engine.rollouts.journal import decode_line, encode_line, format_groups, parse_groups
+from coalign.engine.rollouts.pool import list_groups
 from coalign.files import Sink, delete_path, describe_problem
 from coalign.types import Stats
 

@@ -38,16 +38,15 @@ from coalign.cluster.future import Future
 from coalign.data.batch import Batch
 from coalign.data.examples import MARKS
 from coalign.engine.rollouts.events import CollectedBundle, RolloutEvents
+from coalign.engine.rollouts.pool import ReadyGroups, list_groups
 from coalign.files import RecordFile, describe_problem, open_regular
 from coalign.run_files.records import MAX_LINE
 
 if TYPE_CHECKING:
     from coalign.cluster.cluster import Cluster
     from coalign.engine.environment import Environment
-    from coalign.engine.rollouts.pool import ReadyGroups
 
 log = logging.getLogger(__name__)
-NAME = "journal.jsonl"
 # Counts of samples that never became a complete group -> why.
 CAUSES = {"rollout/cut": "cut", "rollout/given_up": "given up", "samples/dropped": "failed"}
 _CHECKSUM = ',"crc":"%08x"}'
@@ -88,11 +87,6 @@ def parse_groups(text: str) -> list[int]:
     """Return the numbers that ``format_groups`` has written."""
     ranges = ([int(end) for end in item.split("-")] for item in text.split(",") if item)
     return list(chain.from_iterable(range(ends[0], ends[-1] + 1) for ends in ranges))
-
-
-def list_groups(group: Tensor | None) -> list[int]:
-    """Return the group numbers of neighbouring rows, each once; none without that column."""
-    return [] if group is None else torch.unique_consecutive(group).tolist()
 
 
 def describe_samples(batch: Batch) -> Batch:

@@ -90,3 +90,8 @@ def _find_group_ends(group: Tensor | None, rows: int) -> list[int]:
     if group is None:
         return list(range(1, rows + 1))
     return torch.unique_consecutive(group, return_counts=True)[1].cumsum(0).tolist()
+
+
+def list_groups(group: Tensor | None) -> list[int]:
+    """Return the group numbers of neighbouring rows, each once; none without that column."""
+    return [] if group is None else torch.unique_consecutive(group).tolist()

@@ -20,13 +20,13 @@ from coalign.backends.engines.request import begin_samples
 from coalign.cluster.future import BatchRef, Future
 from coalign.config.schema.rollout import RolloutConfig
 from coalign.data.batch import Batch
-from coalign.engine.rollouts.finished_rollouts import FinishedRollouts
-from coalign.engine.rollouts.journal import list_groups
+from coalign.engine.rollouts.pool import list_groups
 from coalign.types import Max, Stats, Status, Total
 
 if TYPE_CHECKING:
     from coalign.cluster.cluster import Cluster
     from coalign.cluster.dist import DistModel
+    from coalign.engine.rollouts.finished_rollouts import FinishedRollouts
     from coalign.roles import Rollout
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from coalign.cluster.future import WorkerError
@@ -16,10 +17,6 @@ from coalign.config.schema import SyncConfig
 from coalign.threads import begin_in_thread
 from coalign.types import Stats, Total
 from coalign.weights.sync import transport
-from coalign.weights.sync.broadcast import BroadcastTransport
-from coalign.weights.sync.segment import HostMemoryFull
-from coalign.weights.sync.shared_memory import CudaIpcTransport, SharedMemoryTransport
-from coalign.weights.sync.stored import DiskTransport, ObjectStoreTransport
 from coalign.weights.sync.transport import DamagedWeights, Transport, WeightEndpoint, WeightError
 
 if TYPE_CHECKING:
@@ -27,12 +24,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 MAX_DAMAGED = 2  # after so many damaged transfers memory or a program is the cause
-TRANSPORTS = {
-    "broadcast": BroadcastTransport,
-    "cuda_ipc": CudaIpcTransport,
-    "disk": DiskTransport,
-    "object_store": ObjectStoreTransport,
-    "shared_memory": SharedMemoryTransport,
+_TRANSPORTS = {  # imported when one is chosen
+    "broadcast": "coalign.weights.sync.broadcast:BroadcastTransport",
+    "cuda_ipc": "coalign.weights.sync.shared_memory:CudaIpcTransport",
+    "disk": "coalign.weights.sync.stored:DiskTransport",
+    "object_store": "coalign.weights.sync.stored:ObjectStoreTransport",
+    "shared_memory": "coalign.weights.sync.shared_memory:SharedMemoryTransport",
 }
 
 
@@ -143,12 +140,15 @@ class WeightSync:
         try:
             sent = self.transport.move(version, changing, self._names.get(changing), on_sent)
         except WorkerError as problem:
+            from coalign.weights.sync.segment import HostMemoryFull
+
             if self.config.transport != "auto" or not isinstance(problem.cause, HostMemoryFull | OSError):
                 raise
             log.warning("weights of %s: %s; they go through the object store instead", self.source.name, problem.cause)
-            failed = self.transport
-            self.transport = ObjectStoreTransport(self.source, self.target, self.config, failed.senders, failed.readers)
-            sent = self.transport.move(version, changing, self._names.get(changing), on_sent)
+            failed, store = self.transport, resolve_name(_TRANSPORTS["object_store"])
+            instead: Transport = store(self.source, self.target, self.config, failed.senders, failed.readers)
+            self.transport = instead
+            sent = instead.move(version, changing, self._names.get(changing), on_sent)
         self._names[changing] = frozenset(name for rank in sent for name in rank.sizes)
         return sum(size for rank in sent for size in rank.sizes.values())
 
@@ -161,7 +161,7 @@ def _choose_transport(source: DistModel, target: DistModel, config: SyncConfig, 
     name = config.transport
     if name == "auto":
         name = _choose_transport_name([*senders, *readers], source.takes_turns_with(target))
-    return TRANSPORTS[name](source, target, config, senders, readers)
+    return resolve_name(_TRANSPORTS[name])(source, target, config, senders, readers)
 
 
 def _choose_transport_name(endpoints: Sequence[WeightEndpoint], in_turns: bool) -> str:

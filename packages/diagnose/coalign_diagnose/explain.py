@@ -10,7 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from coalign.engine.rollouts.journal import NAME, read_lines
+from coalign.engine.hooks.run_folder import JOURNAL
+from coalign.engine.rollouts.journal import read_lines
 from coalign.types import Status
 from coalign_diagnose.run_history import GroupLife, RunHistory, format_time, list_runs
 
@@ -40,11 +41,11 @@ def explain(run: Path, group: int | None = None, step: int | None = None, as_jso
 
 
 def _read_history(run: Path) -> RunHistory:
-    path = run / NAME
+    path = run / JOURNAL
     if not run.is_dir():
         raise FileNotFoundError(f"there is no run folder {run}")
     if not path.is_file():
-        raise FileNotFoundError(f"{run} has no {NAME}: it is not of a run with rollouts, or `runtime.journal` is off")
+        raise FileNotFoundError(f"{run} has no {JOURNAL}: it is no run with rollouts, or `runtime.journal` is off")
     history = RunHistory(read_lines(path))
     if not history.groups and not history.steps and history.damaged:
         raise ValueError(f"{path}: {_count(len(history.damaged), 'line')}, and none can be read")
@@ -209,7 +210,7 @@ def _format_member(history: RunHistory, group: int, step: int) -> str:
 def _refuse_unknown(run: Path, what: str, number: int, existing: Collection[int]) -> None:
     nearest = sorted(sorted(existing, key=lambda candidate: abs(candidate - number))[:_NEAREST])
     there = f"the nearest are {', '.join(map(str, nearest))}" if nearest else "there is none yet"
-    raise ValueError(f"{run / NAME} has no {what} {number}; {there}")
+    raise ValueError(f"{run / JOURNAL} has no {what} {number}; {there}")
 
 
 def _count(number: int, one: str, many: str = "") -> str:

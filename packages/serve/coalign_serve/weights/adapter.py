@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from coalign.backends import lora
 
 if TYPE_CHECKING:
-    from peft import LoraConfig
     from transformers import PreTrainedModel
 
 # Fields of adapters that compute more, or elsewhere, than a sum of weights.
@@ -88,9 +87,7 @@ def _resize_embeddings(model: PreTrainedModel, tensors: Mapping[str, Tensor], di
     model.resize_token_embeddings(rows.popitem()[1], mean_resizing=False)
 
 
-def _check_shapes(
-    model: PreTrainedModel, settings: LoraConfig, tensors: Mapping[str, Tensor], directory: str | Path
-) -> None:
+def _check_shapes(model: PreTrainedModel, settings: Any, tensors: Mapping[str, Tensor], directory: str | Path) -> None:
     """Raise ValueError for adapters of layers that ``model`` lacks, or has in another size."""
     shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters(remove_duplicate=False)}
     wrong = []
