@@ -70,8 +70,8 @@ class BackgroundWriter:
     def submit(self, dir: str | Path, tensors: Mapping[str, Any], write: Callable[[Any], object], report: bool) -> None:
         """Copy ``tensors`` to host memory, and let the thread call ``write`` with the copies. With ``report`` it then
         calls `coalign.files.report_written` for ``dir``, where nothing is left after an error."""
-        self._results.append(Future())
         task = partial(self._write, Path(dir), partial(write, copy_to_host(tensors)), report)
+        self._results.append(Future())
         self._queue.submit(partial(try_call, task), self._results[-1].set_result)
 
     def wait(self) -> None:
