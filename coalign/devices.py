@@ -162,15 +162,6 @@ def get_compute_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def find_nccl_version() -> str:
-    """Return the version of NCCL that torch comes with; "" without CUDA."""
-    if not torch.version.cuda:
-        return ""
-    from torch.cuda import nccl
-
-    return ".".join(map(str, nccl.version()))
-
-
 def start_cuda_capture(name: str) -> bool:
     """Start the capture of `nsys profile --capture-range=cudaProfilerApi` with a range; False without CUDA."""
     if not torch.cuda.is_available():

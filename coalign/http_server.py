@@ -166,12 +166,6 @@ def _write_json(content: dict[str, Any]) -> bytes:
     return json.dumps(content, allow_nan=False).encode()
 
 
-async def wait_for_disconnect(request: Request) -> None:
-    """Wait until the client, whose body has been read, has left."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
 async def read_body(request: Request, limit: int) -> bytes:
     """Return the body. Raises HttpRefusal for more than ``limit`` bytes, ClientDisconnect if the client leaves."""
     body = bytearray()

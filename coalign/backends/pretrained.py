@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -392,22 +391,6 @@ def _transpose_back() -> Any:
     from transformers.core_model_loading import Transpose
 
     return patch.object(Transpose, "reverse_op", property(lambda op: Transpose(op.dim1, op.dim0)))
-
-
-def save_config(config: ModelConfig, context: Context, dir: str | Path) -> None:
-    """Write config.json, tokenizer and processor, beside weights that something else writes."""
-    hf = json.loads((get_directory(config) / "config.json").read_text(encoding="utf-8"))
-    hf |= {"dtype": config.dtype}
-    if config.head == "reward" and not config.frozen:
-        hf |= {"score_at": TRAINED_AT}
-    if config.head != "lm":
-        from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-
-        architecture = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[hf["model_type"]]
-        hf |= {"architectures": [architecture], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    (Path(dir) / "config.json").write_text(json.dumps(hf, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    vision_language.copy_processor(get_directory(config), Path(dir))
-    save_tokenizer(config, context, dir)
 
 
 def find_auto_class(hf: PretrainedConfig, head: str = "lm", *, trust_remote_code: bool = False) -> Any:

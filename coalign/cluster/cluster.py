@@ -218,24 +218,17 @@ class Cluster(ABC):
             self._run_after(inputs, future, partial(queue.submit, task), fatal)
 
     def _run_after(self, inputs: list[Future], future: Future, run: Callable[[], None], fatal: bool) -> None:
-        """Call ``run`` once all inputs have ended. If one fails, the call fails at once, whatever its model does."""
-        lock, missing = threading.Lock(), len(inputs)
+        """Call ``run`` once all inputs have ended. If one has failed, so does the call, whatever its model does."""
 
-        def note(ended: concurrent.futures.Future[Outcome]) -> None:
-            nonlocal missing
-            failed = ended.exception() is not None
-            with lock:
-                is_last = missing == 1 or (failed and missing > 0)
-                missing = 0 if is_last else missing - 1
-            if is_last and failed:
-                self._complete(future, lambda _: ended.result(), fatal, None)
-            elif is_last:
-                run()
-
-        for value in inputs:
-            value.ended.add_done_callback(note)
-        if not inputs:
+        def advance(_: object = None) -> None:
+            for value in inputs:
+                if not value.done():
+                    return value.ended.add_done_callback(advance)
+                if value.ended.exception() is not None:
+                    return self._complete(future, lambda _, failed=value: failed.ended.result(), fatal, None)
             run()
+
+        advance()
 
     @contextmanager
     def watch(self) -> Iterator[WatchedCalls]:

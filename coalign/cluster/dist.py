@@ -33,7 +33,7 @@ from coalign.cluster.future import (
 from coalign.cluster.placement.nodes import NoPlaceError
 from coalign.cluster.slices import Sliced, SliceScheduler
 from coalign.cluster.worker import find_module_class
-from coalign.config.schema import ModelConfig, ProfileConfig
+from coalign.config.schema import ModelConfig
 from coalign.memory import PARTS
 from coalign.roles import Context, Rollout, Scorer, Trainable
 
@@ -180,13 +180,16 @@ class DistModel(Generic[Role]):
         """Whether the two models share devices, so that a call of one may have to wait for a call of the other."""
         return self.cluster.slots[self.name] is self.cluster.slots[model.name]
 
-    def start_trace(self, config: ProfileConfig, step: int) -> Future:
-        """Start a trace on every rank."""
-        return self._trace("start_trace", config, step)
+    def trace(self, verb: str, *arguments: Any) -> Future:
+        """Start (`start_trace`) or end (`stop_trace`) a trace on every rank, which then writes its file.
 
-    def stop_trace(self, directory: str) -> Future:
-        """End the trace; every rank writes its file. A failure (a full disk) ends this call only, not the run."""
-        return self._trace("stop_trace", directory)
+        A failure (a full disk) ends this call only, not the run.
+        """
+
+        def work(future: Future) -> Outcome:
+            return merge_answers(*self._call_all_ranks(future, verb, {}, *arguments), self.store)
+
+        return self.cluster.launch(Call(self.name, verb), work, self._queue, fatal=False)
 
     @property
     def processes(self) -> int:
@@ -383,12 +386,6 @@ class DistModel(Generic[Role]):
         for rank in [*self._ranks]:
             if rank.name in lost.workers:
                 self._replace(rank, lost)
-
-    def _trace(self, verb: str, *arguments: Any) -> Future:
-        def work(future: Future) -> Outcome:
-            return merge_answers(*self._call_all_ranks(future, verb, {}, *arguments), self.store)
-
-        return self.cluster.launch(Call(self.name, verb), work, self._queue, fatal=False)
 
     def _call_all_ranks(
         self, future: Future, verb: str, needs: Mapping[str, Sequence[str]], *arguments: Any

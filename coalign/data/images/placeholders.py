@@ -25,11 +25,6 @@ def is_image(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in MEDIA
 
 
-def list_images(messages: Iterable[Message]) -> list[str]:
-    """List the paths of the images in messages, in order; not those of videos."""
-    return [part["image"] for part in list_image_parts(messages) if part["type"] == "image"]
-
-
 def list_image_parts(messages: Iterable[Message]) -> list[Message]:
     """List the parts of messages that are images or videos, in order."""
     contents = (message.get("content") for message in messages)
@@ -141,20 +136,6 @@ def show_images(messages: Sequence[Message], paths: Sequence[str]) -> list[Messa
     return [
         _write(message, [*images, *_list_parts(message)]) if i == last else message
         for i, message in enumerate(messages)
-    ]
-
-
-def write_markers(messages: Sequence[Message]) -> list[Message]:
-    """Replace the images and videos in messages by `<image>` and `<video>`, for those who read text alone."""
-    return [
-        _write(
-            message,
-            [
-                {"type": "text", "text": f"<{part['type']}>"} if is_image(part) else part
-                for part in _list_parts(message)
-            ],
-        )
-        for message in messages
     ]
 
 

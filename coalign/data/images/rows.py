@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coalign.data.images.image_files import ImageFiles, write_data_url
-from coalign.data.images.placeholders import COLUMNS, VIDEO_COLUMNS, is_image, read_part
+from coalign.data.images.image_files import ImageFiles
+from coalign.data.images.placeholders import COLUMNS, VIDEO_COLUMNS, read_part
 from coalign.data.images.videos import VideoFiles
 
 _NUMBERED = re.compile(r"image_(\d+)")
@@ -58,21 +57,3 @@ class RowImages:
         medium, value = medium_and_value
         files = self.files if medium == "image" else self.videos
         return {"type": medium, medium: files.store(value) if value else ""}
-
-
-def send_images(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages as OpenAI's API takes them, with the content of each image.
-
-    OSError for a file that is gone, ValueError for a video.
-    """
-    contents = [message.get("content") for message in messages]
-    sent = [[_send_part(part) for part in content] if isinstance(content, list) else content for content in contents]
-    return [dict(message) | {"content": content} for message, content in zip(messages, sent, strict=True)]
-
-
-def _send_part(part: Any) -> Any:
-    if not is_image(part):
-        return part
-    if part["type"] == "video":
-        raise ValueError("a judge behind OpenAI's API is sent images, and no videos")
-    return {"type": "image_url", "image_url": {"url": write_data_url(part["image"])}}

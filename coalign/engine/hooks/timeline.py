@@ -104,13 +104,13 @@ class StepProfiler(Hook):
         """The engine enters a phase; `rollout` is the first one of a step."""
         step = self._engine.step + 1
         if name == "rollout" and step in self.config.steps:
-            for future in [model.start_trace(self.config, step) for model in self.models]:
+            for future in [model.trace("start_trace", self.config, step) for model in self.models]:
                 future.result()
 
     def after_step(self, engine: Engine, stats: Stats, batch: BatchRef) -> None:
         if engine.step in self.config.steps:
             directory = (self.folder / f"step_{engine.step}").resolve()
-            for future in [model.stop_trace(str(directory)) for model in self.models]:
+            for future in [model.trace("stop_trace", str(directory)) for model in self.models]:
                 with Sink(str(directory)).survive(WorkerError):
                     future.result()
 

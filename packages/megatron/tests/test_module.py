@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from coalign.config.schema import ModelConfig
-from coalign_megatron.backend.module import MegatronModule
+from coalign.data.templates import TRAINING_TEMPLATES
+from coalign.roles import Context
+from coalign_megatron.backend.module import MegatronModule, _save_config
 from tests.backends.batches import rollout
 from tests.conformance.backends import Backend, build, exported
 from tests.tiny import tiny_model_dir, tiny_reward_model_dir
@@ -173,3 +175,9 @@ def test_there_is_no_checkpoint(paths, tmp_path):
     module = made(paths["tied"])
     with pytest.raises(FileNotFoundError, match="holds no checkpoint of a Megatron model"):
         module.load(tmp_path)
+
+
+def test_an_export_has_the_template_of_the_run(tmp_path):
+    base = tiny_model_dir(tmp_path / "base", layers=1)
+    _save_config(ModelConfig(load=str(base)), Context(chat_template="qwen3-training"), tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == TRAINING_TEMPLATES["qwen3-training"].read_text()

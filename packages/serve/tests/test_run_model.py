@@ -162,11 +162,6 @@ def test_adapters_carry_it(train, base):
     assert AutoTokenizer.from_pretrained(folder / "model").chat_template == OURS
 
 
-def test_megatrons_export_carries_it(base, tmp_path):
-    pretrained.save_config(ModelConfig(load=base), Context(chat_template="qwen3-training"), tmp_path)
-    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == TRAINING_TEMPLATES["qwen3-training"].read_text()
-
-
 def test_what_has_nothing_to_add_stays_as_it_was(base, tmp_path):
     save = partial(pretrained.save_tokenizer, ModelConfig(load=base))
     save(Context(), tmp_path / "auto")

@@ -21,14 +21,9 @@ class Told:
     def __init__(self, name, said):
         self.name, self.said = name, said
 
-    def start_trace(self, config, step):
-        return self._note("start", step)
-
-    def stop_trace(self, directory):
-        return self._note("stop", directory.rpartition("/")[2])
-
-    def _note(self, *what):
-        self.said.append((self.name, *what))
+    def trace(self, verb, *arguments):
+        said = arguments[1] if verb == "start_trace" else arguments[0].rpartition("/")[2]
+        self.said.append((self.name, verb.removesuffix("_trace"), said))
         return self
 
     def result(self):
@@ -64,9 +59,9 @@ def test_each_step_that_is_named_has_a_trace_of_its_own(tmp_path):
 def test_a_worker_writes_what_it_did(tmp_path):
     with thread_cluster({"judge": {"module": "SumModule"}}) as cluster:
         judge = cluster.models["judge"]
-        judge.start_trace(ProfileConfig(steps=[1], shapes=True), 1).result()
+        judge.trace("start_trace", ProfileConfig(steps=[1], shapes=True), 1).result()
         judge.sleep(0.01).result()
-        judge.stop_trace(str(tmp_path / "step_1")).result()
+        judge.trace("stop_trace", str(tmp_path / "step_1")).result()
         judge.sleep(0.01).result()
     [file] = (tmp_path / "step_1").iterdir()
     assert file.name == "judge_replica0.json.gz"
@@ -77,7 +72,7 @@ def test_a_worker_writes_what_it_did(tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_nsys_needs_a_device_to_show(tmp_path):
     with thread_cluster({"judge": {"module": "SumModule"}}) as cluster:
-        started = cluster.models["judge"].start_trace(ProfileConfig(steps=[1], tool="nsys"), 1)
+        started = cluster.models["judge"].trace("start_trace", ProfileConfig(steps=[1], tool="nsys"), 1)
         with pytest.raises(WorkerError, match=r"runtime.profile.tool: `nsys` shows CUDA devices"):
             started.result()
 

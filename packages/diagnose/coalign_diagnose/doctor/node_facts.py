@@ -23,7 +23,6 @@ import torch
 
 import coalign
 from coalign.companions import CHECKS, ask
-from coalign.devices import find_nccl_version
 from coalign.hub import is_gguf, is_hub_name, pin
 from coalign.hub_data import is_dataset, is_url
 from coalign.processes.host import count_processors, count_visible_processors, find_compiler, list_memory_limits
@@ -131,7 +130,7 @@ def read_versions() -> dict[str, str]:
             versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    cuda = {"CUDA runtime": torch.version.cuda, "ROCm": torch.version.hip, "NCCL": find_nccl_version()}
+    cuda = {"CUDA runtime": torch.version.cuda, "ROCm": torch.version.hip, "NCCL": _find_nccl_version()}
     return versions | {name: text for name, text in cuda.items() if text}
 
 
@@ -240,3 +239,12 @@ def list_written(request: NodeRequest) -> list[str]:
     """Return the names of the nodes whose files this node sees."""
     folder = Path(request.folder or "") / request.mark
     return sorted(file.read_text() for file in folder.iterdir()) if folder.is_dir() else []
+
+
+def _find_nccl_version() -> str:
+    """Return the version of NCCL that torch comes with; "" without CUDA."""
+    if not torch.version.cuda:
+        return ""
+    from torch.cuda import nccl
+
+    return ".".join(map(str, nccl.version()))

@@ -25,10 +25,11 @@ from coalign.backends.pretrained import (
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
-from coalign.data.images.placeholders import list_images, show_images
+from coalign.data.images.placeholders import show_images
 from coalign.data.templates import is_finished, load_template, locate_images, read_samples
 from coalign.roles import Context
 from coalign.types import ImageSpan, Sample, Stat, Stats, Status, Total, merge_stats
+from coalign_graders.services.images import list_images
 from coalign_graders.services.questions import JudgeQuestions, Messages, name_images
 
 log = logging.getLogger(__name__)

@@ -12,10 +12,11 @@ from dataclasses import replace
 from string import Formatter
 from typing import Any, Protocol
 
-from coalign.data.images.placeholders import list_image_parts, write_markers
+from coalign.data.images.placeholders import list_image_parts
 from coalign.data.messages import format_prompt
 from coalign.types import Sample
 from coalign_graders.checker import find_last
+from coalign_graders.services.images import write_markers
 
 NUMBER = re.compile(r"-?\d+(\.\d+)?")
 

@@ -17,12 +17,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from coalign.config.schema.section import OneOrMore
-from coalign.data.images.rows import send_images
 from coalign.rewards.batcher import CallBatcher
 from coalign.rewards.calls import GiveUp, quote
 from coalign.services import ServiceError
 from coalign.types import Sample, Status
 from coalign_graders.services.client import JsonClient, ServiceBusy, Url, hide_query
+from coalign_graders.services.images import send_images
 
 log = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ from pydantic import AfterValidator, NonNegativeFloat, PositiveInt
 
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import Function
-from coalign.data.images.placeholders import list_images, show_images
-from coalign.data.images.rows import send_images
+from coalign.data.images.placeholders import show_images
 from coalign.rewards.calls import GiveUp, quote
 from coalign.services import ServiceError
 from coalign.types import Sample
 from coalign_graders.services.client import JsonClient, Url, hide_query
+from coalign_graders.services.images import list_images, send_images
 from coalign_graders.services.questions import JudgeQuestions, Messages, name_images
 
 _QUESTIONS = "coalign.rewards.judge_questions"

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
-from coalign.backends import lora, pretrained, process_group, require_package
+from coalign.backends import lora, pretrained, process_group, require_package, vision_language
 from coalign.backends.base import IDLE, Measure, Outputs, TrainableModule
 from coalign.backends.hf import linear_layers
 from coalign.backends.process_group import all_reduce_values
@@ -301,7 +301,7 @@ class MegatronModule(BackgroundSaves, TrainableModule):
                     "weight_map": {name: files[rank] for rank in filled for name in shares[rank]},
                 }
                 (Path(dir) / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-                pretrained.save_config(self.config, self.context, dir)
+                _save_config(self.config, self.context, dir)
 
         self._write_together(dir, exported, write)
 
@@ -407,3 +407,19 @@ def _check_targets(config: ModelConfig, name: str, count: int) -> None:
             f"{key} leaves stage {stage} of `pipeline_parallel` {config.pipeline_parallel} (from 0) without adapters "
             "that other stages have, in experts or outside of them: match layers of all stages, or use fewer stages"
         )
+
+
+def _save_config(config: ModelConfig, context: Context, dir: str | Path) -> None:
+    """Write config.json, tokenizer and processor, beside weights that something else writes."""
+    hf = json.loads((pretrained.get_directory(config) / "config.json").read_text(encoding="utf-8"))
+    hf |= {"dtype": config.dtype}
+    if config.head == "reward" and not config.frozen:
+        hf |= {"score_at": pretrained.TRAINED_AT}
+    if config.head != "lm":
+        from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+        architecture = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[hf["model_type"]]
+        hf |= {"architectures": [architecture], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    (Path(dir) / "config.json").write_text(json.dumps(hf, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    vision_language.copy_processor(pretrained.get_directory(config), Path(dir))
+    pretrained.save_tokenizer(config, context, dir)

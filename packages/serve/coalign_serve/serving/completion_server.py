@@ -15,7 +15,7 @@ from typing import Any
 from coalign.backends import pretrained
 from coalign.config.functions import resolve
 from coalign.data.templates import PlainText, Template, load_template
-from coalign.http_server import EventStream, HttpRefusal, Request, Server, read_body, wait_for_disconnect
+from coalign.http_server import EventStream, HttpRefusal, Request, Server, read_body
 from coalign.report.display import Display
 from coalign_serve.config.serving import CompletionServerConfig
 from coalign_serve.run_model import choose_template, find_model
@@ -199,7 +199,7 @@ class CompletionEndpoint:
             async for _ in events:
                 pass
 
-        working, leaving = asyncio.ensure_future(drain()), asyncio.ensure_future(wait_for_disconnect(request))
+        working, leaving = asyncio.ensure_future(drain()), asyncio.ensure_future(_wait_for_disconnect(request))
         try:
             await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
@@ -279,3 +279,9 @@ async def _write_pieces(
     finally:
         await events.aclose()
         held.close()
+
+
+async def _wait_for_disconnect(request: Request) -> None:
+    """Wait until the client, whose body has been read, has left."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
