@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
@@ -348,32 +348,6 @@ def build_writer(
     return write
 
 
-class StoredNames:
-    """Gives weights of ``model`` (which may have none itself) the names and shapes that checkpoints have. transformers
-    stacks experts in memory and renames some modules; the files of most families, and engines that read them, have one
-    tensor for each expert. ``source``: the directory of the model's own files, if it has any."""
-
-    def __init__(self, model: PreTrainedModel, source: Path) -> None:
-        self.model = model
-        # As transformers sets it for a model that it loaded. For one without weights it would omit prefixes of towers.
-        names = vision_language.list_weight_names(source)
-        cast(Any, model)._weight_conversions = vision_language.find_conversions(model, names)
-        bare = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()}
-        self.changed = {name for name, tensor in bare.items() if self._revert(name, tensor).get(name) is not tensor}
-
-    @building()
-    def _revert(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        from transformers.core_model_loading import revert_weight_conversion
-
-        with _transpose_back():
-            return revert_weight_conversion(self.model, {name: tensor})
-
-    def __call__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """(stored name, stored tensor) of each of ``weights``, which have the names that they have in memory."""
-        for name, tensor in weights:
-            yield from self._revert(name, tensor).items() if name in self.changed else [(name, tensor)]
-
-
 @building()
 def _save_model(model: PreTrainedModel, dir: str | Path, **options: Any) -> None:
     """Write a model that nothing wraps, with transformers' ``options``. To unwrap it, transformers would ask
@@ -381,11 +355,11 @@ def _save_model(model: PreTrainedModel, dir: str | Path, **options: Any) -> None
     saves."""
     from transformers import modeling_utils
 
-    with patch.object(modeling_utils, "unwrap_model", lambda model: model), _transpose_back():
+    with patch.object(modeling_utils, "unwrap_model", lambda model: model), transpose_back():
         model.save_pretrained(dir, **options)
 
 
-def _transpose_back() -> Any:
+def transpose_back() -> Any:
     """A context in which transformers stores experts of Qwen3-VL as on the hub. Else it leaves them as in memory, since
     it transposes only what has another shape than the hub's; vLLM reads only the transposed form."""
     from transformers.core_model_loading import Transpose

@@ -19,12 +19,12 @@ from tests.architecture.test_imports import COMPANION_FILES, FILES, PACKAGE, nam
 # Lines that a room may have. A change that needs more moves or removes something, or raises the budget and says why.
 BUDGETS = {
     "algorithms": 2_515,
-    "backends": 9_990,
+    "backends": 9_950,
     "checkpoint": 1_235,
     "cli": 495,
-    "cluster": 6_580,
+    "cluster": 6_570,
     "config": 3_320,
-    "data": 5_825,
+    "data": 5_790,
     "engine": 4_880,
     "environments": 1_640,
     "launch": 1_950,
@@ -35,9 +35,9 @@ BUDGETS = {
     "rewards": 905,
     "run_files": 690,
     "weights": 1_965,
-    "": 2_860,  # modules beside the rooms
+    "": 2_845,  # modules beside the rooms
 }
-CORE_FILES, CORE_LINES = 290, 48_100
+CORE_FILES, CORE_LINES = 290, 47_990
 # Words that stand for a noun in a name: `found` for the nodes that were found.
 FILLERS = {
     *("found", "part", "parts", "each", "own", "kind", "kinds", "place", "places", "whole", "late", "begun", "most"),

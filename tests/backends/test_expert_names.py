@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from coalign.backends.pretrained import StoredNames
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
+from coalign_vllm.stored_names import StoredNames
 from tests.backends.batches import rollout
 from tests.backends.test_fsdp import module
 from tests.backends.test_routers import FAMILIES, paths  # noqa: F401  (a fixture)

@@ -41,13 +41,14 @@ from coalign.backends import lora, refuse_unknown
 from coalign.backends.engines.contract import GenerationSession, InferenceEngine, OnToken
 from coalign.backends.engines.request import Decoder, PartialResponse, SubmittedRequest
 from coalign.backends.engines.sampling import sample, uniforms
-from coalign.backends.pretrained import StoredNames, building, find_tokenizer, get_directory
+from coalign.backends.pretrained import building, find_tokenizer, get_directory
 from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.data.images.processor import ImageProcessor
 from coalign.types import Status
 from coalign_vllm import weight_loader
 from coalign_vllm.images import ARGUMENTS, ImageInputs
 from coalign_vllm.module import OWNED_ARGUMENTS
+from coalign_vllm.stored_names import StoredNames
 from coalign_vllm.weight_loader import WeightLoader, WeightOutlet
 
 if TYPE_CHECKING:

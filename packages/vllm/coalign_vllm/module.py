@@ -15,6 +15,7 @@ from coalign.backends.engines.rollout_module import RolloutModule
 from coalign.backends.lora import get_weights
 from coalign.config.schema import ModelConfig
 from coalign.data.examples import RowLimit
+from coalign_vllm.stored_names import StoredNames
 
 if TYPE_CHECKING:
     from coalign_vllm.engine import VLLMEngine
@@ -133,7 +134,7 @@ class VLLMModule(RolloutModule):
                 config, context.model, context.device, context.adapter_rank, self.list_forbidden(architecture)
             ),
             {name: tensor.shape for name, tensor in get_weights(skeleton).items()},
-            pretrained.StoredNames(skeleton, pretrained.get_directory(config)),
+            StoredNames(skeleton, pretrained.get_directory(config)),
             model=context.model,
             seed=context.seed,
             end_tokens=self.find_end_tokens(architecture),
