@@ -51,7 +51,7 @@ def flip_weights_once(chosen: random.Random) -> None:
 
     def stage_and_flip(self: Any, version: int, changing: bool, on_sent: Any) -> Any:
         def on_sent_and_flip() -> None:
-            flip_bit(chosen.choice(sorted(self._folder(version).iterdir())), chosen)
+            flip_bit(chosen.choice(sorted(Path(self.folder(version)).iterdir())), chosen)
             on_sent()
 
         DiskTransport.stage = stage
