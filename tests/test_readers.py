@@ -307,7 +307,7 @@ def play(moves: list[str]) -> None:
         board = rules(Random(0))
         for move in moves:
             if board.turn is not None:
-                attempt(lambda board=board, move=move: board.play(move), games.IllegalMove)
+                attempt(lambda board=board, move=move: board.play(move), games._IllegalMove)
 
 
 def override(text: str) -> None:

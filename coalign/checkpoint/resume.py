@@ -131,7 +131,7 @@ def resume(engine: Engine, stores: RunStores, checkpoint: Path | None, folder: R
     if checkpoint is None:
         folder.move_records_aside()  # an earlier run's
     else:
-        restore_engine(engine, checkpoint)
+        _restore_engine(engine, checkpoint)
         stores.disk.move_later_aside(engine.step)
         log.info("continuing from %s", checkpoint)
     if checkpoint is None or checkpoint.parent != stores.memory.directory:
@@ -151,7 +151,7 @@ def read_checkpoint(directory: Path, config: RunConfig) -> dict[str, Any]:
     return state
 
 
-def restore_engine(engine: Engine, directory: Path) -> None:
+def _restore_engine(engine: Engine, directory: Path) -> None:
     """Resume from a checkpoint, hooks included. Raises ValueError for one of another recipe or other data."""
     state = read_checkpoint(directory, engine.config)
     for hook in engine.hooks:

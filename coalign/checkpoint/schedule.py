@@ -61,7 +61,7 @@ class _ModelFiles:
             raise problems[0]
 
 
-def write_engine_state(
+def _write_engine_state(
     engine: Engine, directory: Path, snapshot: dict[str, Any] | None = None, *, exports: bool = True
 ) -> _ModelFiles:
     """Write the files of a checkpoint, all but the manifest; return those that workers still write.
@@ -141,7 +141,7 @@ class Save(Hook):
         self._complete(engine, wait=True)
         self._step = engine.step
         with contain_errors(partial(self._report, engine, fatal=last)):
-            self.disk.begin(engine.step, partial(write_engine_state, engine))
+            self.disk.begin(engine.step, partial(_write_engine_state, engine))
         self._saved_at = time.monotonic()
         if last:
             self._complete(engine, wait=True, fatal=True)
@@ -163,7 +163,7 @@ class Save(Hook):
         self._complete(engine, wait=True)
         if engine.step not in self.disk.steps():
             self._step = engine.step
-            self.disk.write(engine.step, partial(write_engine_state, engine))
+            self.disk.write(engine.step, partial(_write_engine_state, engine))
             self._saved_at = time.monotonic()
         return self.disk.path(engine.step)
 
@@ -177,7 +177,7 @@ class Save(Hook):
             raise RuntimeError(f"no checkpoint in {self.disk.directory} is intact, so the step stays unhealthy")
         rewind_engine(engine, newest, repeat=False)
         # With the current data position and count: a run that is killed here must not meet the same data again.
-        self.disk.write(engine.step, partial(write_engine_state, engine))
+        self.disk.write(engine.step, partial(_write_engine_state, engine))
 
     def end(self, engine: Engine) -> None:
         engine.phase("save")
@@ -202,7 +202,7 @@ class Save(Hook):
         new = engine.step > self._first and engine.step not in steps
         if snapshot is not None and engine.progress.healthy and new:
             try:
-                self.disk.write(engine.step, partial(write_engine_state, engine, snapshot=snapshot))
+                self.disk.write(engine.step, partial(_write_engine_state, engine, snapshot=snapshot))
                 steps.append(engine.step)
             except Exception as problem:
                 error.add_note(f"step {engine.step} could not be saved: {_first_line(problem)}")
@@ -303,7 +303,7 @@ class SaveInMemory(Hook):
         folder = self.memory if in_memory else self.disk
         folder.finish()
         if engine.step not in folder.steps():
-            folder.write(engine.step, partial(write_engine_state, engine, exports=not in_memory))
+            folder.write(engine.step, partial(_write_engine_state, engine, exports=not in_memory))
         return folder.path(engine.step) / MODELS
 
     def end(self, engine: Engine) -> None:
@@ -317,7 +317,7 @@ class SaveInMemory(Hook):
             self.memory.finish()
             if name := find_distant_model(engine):
                 raise OSError(f"models.{name} now has processes on another node than the driver")
-            self.memory.begin(engine.step, partial(write_engine_state, engine, exports=False))
+            self.memory.begin(engine.step, partial(_write_engine_state, engine, exports=False))
         engine.phase("hooks")
 
     def _tidy(self, step: int) -> None:

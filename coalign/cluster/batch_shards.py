@@ -58,7 +58,7 @@ class _LeafRows(WorkerRows):
 
 
 @dataclass(frozen=True, slots=True)
-class Leaves:
+class _Leaves:
     """The ``update`` that uses each row of a batch, and the ``number`` of its leaf in that update (i32[N] both)."""
 
     update: Tensor
@@ -87,7 +87,7 @@ class Shards:
     batch: BatchRef
     rows: tuple[Tensor, ...]
     updates: Tensor | None = None
-    leaves: Leaves | None = None
+    leaves: _Leaves | None = None
 
     @property
     def batches(self) -> list[BatchRef]:
@@ -232,10 +232,10 @@ class Sharding:
         """``has_loss``: the call brings a loss, which may compare the samples of a group."""
         if by == "cost" and self._config.reduction == "exact":
             keep, most = self._compares_groups or has_loss, self._config.max_tokens_per_micro
-            return partial(shard_leaves, updates=updates or 1, max_tokens=most, keep_groups=keep)
+            return partial(_shard_leaves, updates=updates or 1, max_tokens=most, keep_groups=keep)
         keep = not self._config.spread_samples if by == "work" else self._keep_groups or has_loss
         if updates:
-            return partial(shard_updates, updates=updates, keep_groups=keep)
+            return partial(_shard_updates, updates=updates, keep_groups=keep)
         return partial(shard_rows, by=by, keep_groups=keep)
 
 
@@ -281,7 +281,7 @@ def shard_rows(batch: BatchRef, count: int, by: By, *, keep_groups: bool = True)
     return Shards(batch, rows.split(torch.bincount(shard_of[unit], minlength=count).tolist()))
 
 
-def shard_updates(batch: BatchRef, count: int, updates: int, *, keep_groups: bool = True) -> Shards:
+def _shard_updates(batch: BatchRef, count: int, updates: int, *, keep_groups: bool = True) -> Shards:
     """Split the batch of a training step into ``count`` shards, each update separately and by cost.
 
     An update is a run of the batch as Batch.split cuts it (and as a module on one rank does), so its rows do not depend
@@ -296,7 +296,7 @@ def shard_updates(batch: BatchRef, count: int, updates: int, *, keep_groups: boo
     return Shards(batch, tuple(torch.cat(shard) for shard in zip(*runs, strict=True)), number)
 
 
-def shard_leaves(
+def _shard_leaves(
     batch: BatchRef, count: int, updates: int, max_tokens: int | None, *, keep_groups: bool = False
 ) -> Shards:
     """Deal the leaves of each update of a batch to ``count`` shards in turn, so that a leaf never depends on them."""
@@ -311,7 +311,7 @@ def _first_rows(group: Tensor, wanted: Tensor) -> Tensor:
     return first[torch.searchsorted(groups, wanted)]
 
 
-def _cut_leaves(batch: BatchRef, updates: int, max_tokens: int | None, *, keep_groups: bool) -> Leaves:
+def _cut_leaves(batch: BatchRef, updates: int, max_tokens: int | None, *, keep_groups: bool) -> _Leaves:
     """Cut ``batch`` into updates (as Batch.split does) and these into leaves (as Batch.micro does, which may raise).
 
     ``keep_groups``: no group is cut.
@@ -322,7 +322,7 @@ def _cut_leaves(batch: BatchRef, updates: int, max_tokens: int | None, *, keep_g
         update[start:stop] = i
         for leaf, rows in enumerate(pack_rows(batch.lengths[start:stop], max_tokens, keep=groups, intact=keep_groups)):
             number[start + torch.tensor(rows)] = leaf
-    return Leaves(update, number)
+    return _Leaves(update, number)
 
 
 def is_streamed(call: Future) -> bool:

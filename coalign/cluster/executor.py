@@ -2,11 +2,11 @@
 
 ==============  =======================================================================================================
 AllRanks        every process computes its shard at once; the driver waits for all of them
-InChunks        the same, and a generator hands over what it has in several chunks
+_InChunks       the same, and a generator hands over what it has in several chunks
 FreeReplicas    a batch has more shards than the model has replicas: each takes the next one when it is free
-Streamed        rows are computed as they come from the replicas of another model
+_Streamed       rows are computed as they come from the replicas of another model
 Sliced          a policy generates while its trainer trains (coalign.cluster.slices)
-Prefetched      components that a call needs come onto the device while its inputs are computed (EMS)
+_Prefetched     components that a call needs come onto the device while its inputs are computed (EMS)
 InProcess       the model is an object of this process (coalign.cluster.local)
 ==============  =======================================================================================================
 """
@@ -118,7 +118,7 @@ class AllRanks:
         return [rank.execute("call", method, *inputs)]
 
 
-class InChunks(AllRanks):
+class _InChunks(AllRanks):
     """What a replica generates comes in several chunks, so that the next model can begin with the first one."""
 
     def _start_shard(self, method: str, rank: WorkerHandle, inputs: tuple[Any, Any]) -> list[WorkerTask]:
@@ -178,7 +178,7 @@ class FreeReplicas(AllRanks):
         return done
 
 
-class Streamed:
+class _Streamed:
     """Computes rows as they come from the replicas of another model; other calls go to ``executor``.
 
     The model must be alone on its devices: another one would wait for them between two bundles of rows.
@@ -211,7 +211,7 @@ class Streamed:
         return reorder(outcome, batch.ended.result().order)
 
 
-class Prefetched:
+class _Prefetched:
     """Lets the components that a call needs come onto the device while its inputs are computed (EMS)."""
 
     def __init__(self, model: DistModel[Any], executor: Executor) -> None:
@@ -228,7 +228,7 @@ def choose_executor(model: DistModel[Any], sharding: Sharding) -> Executor:
     if not model.spmd and config.shares_per_replica > 1:
         ranks: AllRanks = FreeReplicas(model, sharding)
     else:
-        ranks = (InChunks if config.parts_per_call > 1 else AllRanks)(model, sharding)
+        ranks = (_InChunks if config.parts_per_call > 1 else AllRanks)(model, sharding)
     streams = len(slot.positions) == 1 and not model.spmd and config.reduction != "exact"
-    executor = Streamed(ranks) if streams else ranks
-    return Prefetched(model, executor) if slot.name in model.cluster.residency.slots else executor
+    executor = _Streamed(ranks) if streams else ranks
+    return _Prefetched(model, executor) if slot.name in model.cluster.residency.slots else executor

@@ -51,7 +51,7 @@ _GAP_SECONDS = 0.02  # between two slices that a timeline shows as one
 
 
 @dataclass(eq=False, slots=True)
-class RowShare:
+class _RowShare:
     """Rows that one replica generates for a ``call``.
 
     ``syncs``: weight syncs that must have ended before it begins. ``urgent``: it goes before shares that are not.
@@ -91,7 +91,7 @@ class SliceScheduler:
         self._deadlines = deadlines
         self._max_in_flight = max_in_flight
         self._changed = threading.Condition()  # guards all below
-        self._waiting: deque[RowShare] = deque()
+        self._waiting: deque[_RowShare] = deque()
         self._open = [0] * len(ranks)  # rows that each replica has
         self._names = [rank.name for rank in ranks]
         self._announced = self._served = 0  # weight syncs that began, and that all replicas have ended
@@ -167,7 +167,7 @@ class SliceScheduler:
             self._joining.discard(replica)
             self._changed.notify_all()
 
-    def submit(self, shares: Sequence[RowShare]) -> None:
+    def submit(self, shares: Sequence[_RowShare]) -> None:
         """Generate these shares; each one's ``done`` gets the worker's task, or raises what a worker raised.
 
         Raises the error that has ended a replica for good.
@@ -197,7 +197,7 @@ class SliceScheduler:
     def _feed(self, replica: int, rank: WorkerHandle) -> None:
         """Give a replica slice after slice, and replace it when it is lost."""
         while True:
-            shares: dict[int, RowShare] = {}  # those that the replica has taken
+            shares: dict[int, _RowShare] = {}  # those that the replica has taken
             try:
                 self._run_slices(replica, rank, shares)
                 if replica in self._leaving:
@@ -219,7 +219,7 @@ class SliceScheduler:
             self._end(failed, shares)
             return
 
-    def _run_slices(self, replica: int, rank: WorkerHandle, shares: dict[int, RowShare]) -> None:
+    def _run_slices(self, replica: int, rank: WorkerHandle, shares: dict[int, _RowShare]) -> None:
         slices: deque[WorkerTask] = deque()  # under way
         queued = 0  # samples at the replica that wait for a place in its batch
         while (new := self._take(replica, idle=not shares and not slices, room=not queued)) is not None:
@@ -234,7 +234,7 @@ class SliceScheduler:
                 if number is not None:
                     self._finish(replica, shares.pop(number), task)
 
-    def _return_shares(self, replica: int, lost: WorkerLost, shares: dict[int, RowShare]) -> None:
+    def _return_shares(self, replica: int, lost: WorkerLost, shares: dict[int, _RowShare]) -> None:
         """Give the shares of a lost replica to others. Raises ``lost`` if they have cost too many replicas."""
         with self._changed:
             for share in shares.values():
@@ -264,7 +264,7 @@ class SliceScheduler:
             self._changed.notify_all()
         return new
 
-    def _end(self, error: Exception, shares: Mapping[int, RowShare]) -> None:
+    def _end(self, error: Exception, shares: Mapping[int, _RowShare]) -> None:
         """Let every call that waits for rows see the error."""
         with self._changed:
             self._error = error
@@ -274,10 +274,10 @@ class SliceScheduler:
         for share in (*shares.values(), *waiting):
             share.done.set_exception(error)
 
-    def _take(self, replica: int, *, idle: bool, room: bool) -> list[RowShare] | None:
+    def _take(self, replica: int, *, idle: bool, room: bool) -> list[_RowShare] | None:
         """Take shares that the replica should begin; wait for some while it is ``idle``. None: the scheduler ends."""
         with self._changed:
-            taken: list[RowShare] = []
+            taken: list[_RowShare] = []
             while not self._closed:
                 if replica in self._lost:
                     raise self._lost[replica]
@@ -293,7 +293,7 @@ class SliceScheduler:
                 self._changed.wait(GATHER_SECONDS if taken else None)
             return None
 
-    def _find_next(self, replica: int) -> RowShare | None:
+    def _find_next(self, replica: int) -> _RowShare | None:
         """Return the next share whose weights are there, if no other replica has fewer rows."""
         absent = self._joining.union(self._leaving)
         open_rows = [rows for number, rows in enumerate(self._open) if number not in absent]
@@ -301,7 +301,7 @@ class SliceScheduler:
             return None
         return next((share for share in self._waiting if share.syncs <= self._served), None)
 
-    def _wait(self, task: WorkerTask, oldest: RowShare | None) -> tuple[int | None, int]:
+    def _wait(self, task: WorkerTask, oldest: _RowShare | None) -> tuple[int | None, int]:
         """Wait for a slice; return the number of the share that it completed, and the samples that wait for a place.
 
         The slice is shown as work of the ``oldest`` share's call. Raises WorkerError.
@@ -314,7 +314,7 @@ class SliceScheduler:
             _add_span(oldest.call.spans, slice_.spans[0])
         return meta.value
 
-    def _finish(self, replica: int, share: RowShare, task: WorkerTask) -> None:
+    def _finish(self, replica: int, share: _RowShare, task: WorkerTask) -> None:
         with self._changed:
             self._open[replica] -= share.size
             self._changed.notify_all()
@@ -336,7 +336,7 @@ class Sliced:
         keywords = {name: model.cluster.resolve(value) for name, value in call.keywords.items()}
         sharded = model.sharding.split(future.call, (batch,), keywords, call.by, model.config.shares_per_replica)
         urgent = batch.group is not None and bool((batch.group < 0).any())  # the loop waits for evaluations
-        shares = [RowShare(future, rows, options, syncs, urgent) for _, ((rows,), options) in sharded.calls]
+        shares = [_RowShare(future, rows, options, syncs, urgent) for _, ((rows,), options) in sharded.calls]
         recorded = sharded.find_recorded(call.record)
         for number, share in enumerate(shares):
             if number in recorded:

@@ -17,7 +17,7 @@ from coalign.environments.conversation import call_function
 from coalign.environments.episode import Episode
 
 
-class IllegalMove(ValueError):
+class _IllegalMove(ValueError):
     """A move that the rules do not allow; the message says why."""
 
 
@@ -44,7 +44,7 @@ class Game(Protocol):
         ...
 
     def play(self, move: str) -> None:
-        """Make a move. IllegalMove if the rules do not allow it."""
+        """Make a move. _IllegalMove if the rules do not allow it."""
         ...
 
     def score(self, player: int) -> float:
@@ -86,7 +86,7 @@ class Nim:
 
     def play(self, move: str) -> None:
         if move not in self.moves():
-            raise IllegalMove(f"you may take {' or '.join(self.moves())}, not {move[:20]!r}")
+            raise _IllegalMove(f"you may take {' or '.join(self.moves())}, not {move[:20]!r}")
         self.last = int(move)
         self.left -= self.last
         self._next = 1 - self._next
@@ -125,7 +125,7 @@ class GuessTheNumber:
 
     def play(self, move: str) -> None:
         if move not in self.moves():
-            raise IllegalMove(f"a guess is a number from 1 to {self.highest}, not {move[:20]!r}")
+            raise _IllegalMove(f"a guess is a number from 1 to {self.highest}, not {move[:20]!r}")
         self.last = int(move)
         self.tries -= 1
 
@@ -225,7 +225,7 @@ class _Player:
             try:
                 board.play(written[-1].strip() if written else "")
                 return True
-            except IllegalMove as error:
+            except _IllegalMove as error:
                 self.episode.count("illegal_moves")
                 if not turn.tokens or not tries_left:
                     return False

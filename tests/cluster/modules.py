@@ -167,7 +167,7 @@ class MeetModule(Module):
 
 
 class MarkModule(Module):
-    """Leaves a file when it is closed."""
+    """_Leaves a file when it is closed."""
 
     def close(self) -> None:
         Path(self.config.load or "").touch()

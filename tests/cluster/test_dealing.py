@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coalign.backends.packing import pack
-from coalign.cluster.batch_shards import reorder, shard_rows, shard_updates
+from coalign.cluster.batch_shards import _shard_updates, reorder, shard_rows
 from coalign.cluster.future import BatchRef, Meta, Outcome
 from coalign.cluster.local import LocalStore
 from coalign.cluster.ray.store import NumpyBatch
@@ -206,7 +206,7 @@ def test_an_update_holds_the_same_rows_on_any_number_of_ranks(groups, updates, p
     group = [100 - i for i, (_, count) in enumerate(groups) for _ in range(count)]
     ref = batch([length for length, count in groups for _ in range(count)], group)
     expected = [part["rows"] for part in ref.fetch().split(updates, keep="group")]
-    shares = [share.gather(STORE) for share in shard_updates(ref, parts, updates, keep_groups=whole).worker_rows]
+    shares = [share.gather(STORE) for share in _shard_updates(ref, parts, updates, keep_groups=whole).worker_rows]
     assert all(share["rows"] == sorted(share["rows"]) for share in shares)
     for number, rows_of_update in enumerate(expected):
         mine = [share.select(share["update"] == number) for share in shares]
@@ -219,6 +219,6 @@ def test_an_update_holds_the_same_rows_on_any_number_of_ranks(groups, updates, p
 def test_every_update_is_split_by_cost():
     """Ranks meet at every one of them, so it is not enough that their shares of the batch are equal."""
     ref = batch([8, 2, 6, 8, 2, 6])
-    one, other = shard_updates(ref, 2, 2).worker_rows
+    one, other = _shard_updates(ref, 2, 2).worker_rows
     assert [share.update.tolist() for share in (one, other)] == [[0, 1], [0, 0, 1, 1]]
     assert [share.rows.tolist() for share in (one, other)] == [[0, 3], [1, 2, 4, 5]]

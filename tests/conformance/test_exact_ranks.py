@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from coalign.backends.hf.exact import _TreeSum
-from coalign.cluster.batch_shards import shard_leaves
+from coalign.cluster.batch_shards import _shard_leaves
 from coalign.cluster.future import BatchRef, Meta
 from coalign.cluster.local import LocalStore
 from coalign.data.batch import Batch
@@ -40,7 +40,7 @@ def deal(batch: Batch, ranks: int, rank: int, updates: int = 1) -> Batch:
     """What the driver gives to this rank."""
     store = LocalStore()
     ref = BatchRef.of(Meta.of(batch), store.put(batch), store)
-    return shard_leaves(ref, ranks, updates, TOKENS).worker_rows[rank].gather(store)
+    return _shard_leaves(ref, ranks, updates, TOKENS).worker_rows[rank].gather(store)
 
 
 def digest(weights: dict[str, torch.Tensor]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from coalign.cluster.batch_shards import shard_updates
+from coalign.cluster.batch_shards import _shard_updates
 from coalign.cluster.future import BatchRef, Meta
 from coalign.cluster.local import LocalStore
 from coalign.data.batch import Batch
@@ -34,7 +34,7 @@ def share(batch: Batch | None, ranks: int, rank: int) -> Batch | None:
         return batch
     store = LocalStore()
     ref = BatchRef.of(Meta.of(batch), store.put(batch), store)
-    return shard_updates(ref, ranks, UPDATES).worker_rows[rank].gather(store)
+    return _shard_updates(ref, ranks, UPDATES).worker_rows[rank].gather(store)
 
 
 def _train(rank: int, port: int, ranks: int, path: str) -> dict[str, tuple[dict, dict]]:

@@ -103,7 +103,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(tmp_path):
 
 
 def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch, caplog):
-    real, calls = schedule.write_engine_state, []
+    real, calls = schedule._write_engine_state, []
 
     def full(engine, directory):
         calls.append(engine.step)
@@ -113,7 +113,7 @@ def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch, caplog):
             raise OSError(28, "No space left on device")
         return files
 
-    monkeypatch.setattr(schedule, "write_engine_state", full)
+    monkeypatch.setattr(schedule, "_write_engine_state", full)
     config = settings(tmp_path, "sft", save_every=1, steps=3, eval_at_start=False)
     with caplog.at_level(logging.WARNING):
         assert run(config) == 0

@@ -13,7 +13,7 @@ from coalign.cluster.local import LocalStore
 from coalign.cluster.worker import apply_columns
 from coalign.data.batch import Batch
 from coalign.environments.conversation import simulated_user
-from coalign.environments.games import GuessTheNumber, IllegalMove, Nim, game, self_play
+from coalign.environments.games import GuessTheNumber, Nim, _IllegalMove, game, self_play
 from coalign.types import Status
 from examples.custom_environment import higher_or_lower
 from tests.environments.helpers import TOKENIZER, episode, play
@@ -40,7 +40,7 @@ def test_rules_of_nim():
     board.play("3")
     assert board.turn == 1 and board.moves() == ["1", "2"]
     for wrong in ("3", "0", "", "one"):
-        with pytest.raises(IllegalMove, match="you may take 1 or 2"):
+        with pytest.raises(_IllegalMove, match="you may take 1 or 2"):
             board.play(wrong)
     board.play("2")
     assert board.turn is None and (board.score(0), board.score(1)) == (-1, 1)
@@ -51,7 +51,7 @@ def test_rules_of_guessing():
     wrong = [n for n in range(1, 11) if n != board.number]
     board.play(str(wrong[0]))
     assert ("higher" if board.number > wrong[0] else "lower") in board.view(0)
-    with pytest.raises(IllegalMove):
+    with pytest.raises(_IllegalMove):
         board.play("11")
     assert board.turn == 0 and board.tries == 2
     board.play(str(board.number))

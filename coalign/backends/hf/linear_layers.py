@@ -72,7 +72,7 @@ def check_compile(device: torch.device, key: str) -> None:
         raise RuntimeError(f"{key} needs Triton for {device}, and it is not installed or does not know this device")
 
 
-class OneDNNLinear(torch.autograd.Function):
+class _OneDNNLinear(torch.autograd.Function):
     """rows [..., in] · weightᵀ [in, out] + bias [out], and its gradients, computed by oneDNN."""
 
     @staticmethod
@@ -94,14 +94,14 @@ ONEDNN_ELEMENTS = 2**16  # products with smaller weights gain nothing
 
 
 def use_onednn(layers: Sequence[nn.Module]) -> None:
-    """Have the larger float32 linear layers in decoder layers compute by OneDNNLinear."""
+    """Have the larger float32 linear layers in decoder layers compute by _OneDNNLinear."""
     for module in (module for layer in layers for module in layer.modules() if type(module) is nn.Linear):
         if module.weight.dtype == torch.float32 and module.weight.numel() >= ONEDNN_ELEMENTS:
             setattr(module, "forward", partial(_compute_linear, module))  # noqa: B010 (an attribute of this layer alone)
 
 
 def _compute_linear(module: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
-    return cast(torch.Tensor, OneDNNLinear.apply(rows, module.weight, module.bias))
+    return cast(torch.Tensor, _OneDNNLinear.apply(rows, module.weight, module.bias))
 
 
 FLOAT8_CAPABILITY = (8, 9)  # Ada; Hopper has 9.0

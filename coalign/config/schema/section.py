@@ -59,7 +59,7 @@ class DrawSetting:
 Drawn = Annotated[Item, DrawSetting()]
 
 
-class FunctionSetting:
+class _FunctionSetting:
     """Marks a setting of a part of the reward that only functions have."""
 
 
@@ -145,18 +145,18 @@ class RewardConfig(Function):
     all values of the run so far (`running`). Evaluation uses the raw values."""
     clip: PositiveFloat | None = None
     """Limit the value, after `normalise`, to [-clip, clip]."""
-    timeout: Annotated[PositiveFloat, FunctionSetting()] = 30.0
+    timeout: Annotated[PositiveFloat, _FunctionSetting()] = 30.0
     """Functions only: seconds after which a call counts as failed."""
-    retries: Annotated[NonNegativeInt, FunctionSetting()] = 2
+    retries: Annotated[NonNegativeInt, _FunctionSetting()] = 2
     """Functions only: further calls after a failed one. A bug (see `max_bugs`) is not called again."""
-    max_bugs: Annotated[Probability, FunctionSetting()] = 0.5
+    max_bugs: Annotated[Probability, _FunctionSetting()] = 0.5
     """Functions only: share of a batch's samples on which the function may be wrong: it returns None or no number, or
     raises AttributeError, ImportError, KeyError or IndexError, NameError, TypeError or ZeroDivisionError. Above it the
     run ends; 1: never."""
-    patience: Annotated[NonNegativeFloat, FunctionSetting()] = 600.0
+    patience: Annotated[NonNegativeFloat, _FunctionSetting()] = 600.0
     """Functions only: seconds for which calls are repeated while a service does not answer, with the batch kept. Then
     their samples have failed. A part of weight 0 does not wait."""
-    process_memory_mb: Annotated[PositiveInt | None, FunctionSetting()] = None
+    process_memory_mb: Annotated[PositiveInt | None, _FunctionSetting()] = None
     """Functions of your own only: limit of the memory of each of their processes; a call that needs more has failed.
     None: no limit but the machine's, on which Linux ends these processes first."""
 
@@ -170,7 +170,7 @@ class RewardConfig(Function):
             count = "both" if self.fn else "neither"
             raise ValueError(f"has {count} of `fn` (a function) and `model` (a reward model of the run); expected one")
         if self.model:
-            marked = [(n, f) for n, f in type(self).model_fields.items() if FunctionSetting in map(type, f.metadata)]
+            marked = [(n, f) for n, f in type(self).model_fields.items() if _FunctionSetting in map(type, f.metadata)]
             for name in [*self.arguments, *(n for n, f in marked if getattr(self, n) != f.default)]:
                 raise Conflict((name,), "is for functions; a model is set up under `models`")
 
