@@ -156,8 +156,9 @@ class InProcess:
             [arguments[0]] = shards.batches
         rows = tuple([_refer_to_rows(value) for value in arguments])
         named = {name: _refer_to_rows(value) for name, value in keywords.items()}
-        tasks = [self._worker.execute("call", call.method, rows, named)]
-        metas = wait(future, tasks, model.cluster.deadlines)
+        with model.hold_devices(future, call.method):  # a sync may be reading the weights of a model with a device
+            tasks = [self._worker.execute("call", call.method, rows, named)]
+            metas = wait(future, tasks, model.cluster.deadlines)
         outcome = merge_answers(tasks, metas, model.store)
         return outcome if shards is None else reorder(outcome, shards.order(metas))
 

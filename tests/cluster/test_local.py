@@ -77,6 +77,18 @@ def test_one_thread_computes(threads_before, cluster):
     ]
 
 
+def test_a_call_reserves_the_devices_that_a_sync_would_read_from(cluster, monkeypatch):
+    reserved = []
+    hold = cluster.hold_devices
+    monkeypatch.setattr(
+        cluster, "hold_devices", lambda name, *rest: reserved.append((name, rest[1])) or hold(name, *rest)
+    )
+    cluster.models["reference"].forward_step(cluster.put(prompts())).result()
+    Slow.go.set()
+    cluster.models["reward"].forward_step(cluster.put(prompts())).result()  # which computes on none
+    assert reserved == [("reference", "forward_step")]
+
+
 def test_an_input_that_fails_ends_the_calls_that_wait_for_it(cluster):
     failing = cluster.models["reference"].fail()
     waiting = cluster.apply(add_sum, failing)
