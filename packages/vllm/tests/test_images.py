@@ -177,7 +177,7 @@ def run_small(folder: Path, path: Path) -> None:
         "seed": 1,
         "data": {"train": str(folder / "rows.jsonl"), "images": {}},
         "reward": {"fn": "exact_match"},
-        "rollout": {"fn": "tests.backends.test_vllm_images:ask_twice"},
+        "rollout": {"fn": "packages.vllm.tests.test_images:ask_twice"},
         "runtime": {"cluster": "local", "steps": 1, "prompts_per_step": 2, "samples_per_prompt": 2, "threads": 1}
         | {"trackers": []},
         "models": {
@@ -201,7 +201,7 @@ async def ask_twice(episode: Any) -> None:
 @pytest.mark.usefixtures("torchvision")
 def test_a_family_whose_images_vllm_reads_otherwise_is_refused(tmp_path):
     vision_model_dir(tmp_path / "model", "gemma3", **SHAPE)
-    early, *late = call("tests.backends.test_vllm_images:refuse", str(tmp_path), scratch=tmp_path)
+    early, *late = call("packages.vllm.tests.test_images:refuse", str(tmp_path), scratch=tmp_path)
     assert "models.policy.load: vLLM" in early and "let no token of an image see a later one" in early
     assert len(late) == 2 and all("models.policy.module is `vllm`, which reads images otherwise" in own for own in late)
 
@@ -212,7 +212,7 @@ def test_a_family_whose_images_vllm_reads_otherwise_is_refused(tmp_path):
 @pytest.mark.usefixtures("torchvision")
 def test_a_run_whose_engine_agrees_with_its_trainer_begins(tmp_path):
     vision_model_dir(tmp_path / "model", **SHAPE)
-    call("tests.backends.test_vllm_images:run_small", tmp_path, tmp_path / "model", scratch=tmp_path)
+    call("packages.vllm.tests.test_images:run_small", tmp_path, tmp_path / "model", scratch=tmp_path)
     *_, record = read_records(tmp_path / "run" / "metrics.jsonl")
     assert record["step"] == 1 and record["loss/mismatch"] < 1e-4
 
@@ -247,7 +247,7 @@ def watch(folder: str) -> list[float] | str:
 def test_vllm_samples_with_videos_as_the_trainer_reads_them_or_refuses_them(family, refusal, tmp_path, monkeypatch):
     monkeypatch.setenv("COALIGN_CACHE", str(tmp_path / "cache"))
     vision_model_dir(tmp_path / "model", family, **SHAPE)
-    found = call("tests.backends.test_vllm_images:watch", str(tmp_path), scratch=tmp_path)
+    found = call("packages.vllm.tests.test_images:watch", str(tmp_path), scratch=tmp_path)
     assert max(found) < 1e-4 if refusal is None else refusal in found, found
 
 
@@ -258,7 +258,7 @@ def test_vllm_samples_with_videos_as_the_trainer_reads_them_or_refuses_them(fami
 @pytest.mark.parametrize("family", ALL)
 def test_vllm_samples_with_images_as_the_trainer_reads_them(family, tmp_path):
     vision_model_dir(tmp_path / "model", family, **SHAPE)
-    found = call("tests.backends.test_vllm_images:play", str(tmp_path), family, scratch=tmp_path)
+    found = call("packages.vllm.tests.test_images:play", str(tmp_path), family, scratch=tmp_path)
     for name in ("first", "another", "synced", "resumed"):
         assert found[name] < 1e-4, (name, found)
     assert found["made"] == 2 and found["same"] and found["continued"], found
