@@ -1,8 +1,8 @@
 """The base classes of all backends: ``Module``, any model of a run, and ``TrainableModule``, one that learns.
 
-``TrainableModule`` owns the order of events inside a training step:
-cut the batch into updates, count the global denominators, cut each update into micro-batches, forward and backward,
-optimizer step. It is long, so that a step can be read from top to bottom in one place.
+``TrainableModule`` owns the order of events inside a training step: cut the batch into updates, count the global
+denominators, cut each update into micro-batches, forward and backward, optimizer step. It is long, so that a step can
+be read from top to bottom in one place.
 """
 
 from __future__ import annotations
