@@ -9,6 +9,7 @@ log-probs and versions they were sampled with); without `round_tokens` they are 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from coalign.cluster.dist import DistModel
     from coalign.engine.rollouts.finished_rollouts import FinishedRollouts
     from coalign.roles import Rollout
+
+log = logging.getLogger(__name__)
 
 
 class CompleteGroups:
@@ -73,7 +76,12 @@ class CompleteGroups:
         """Return a reference to the unfinished groups, of which the current rollout may not have ended."""
 
     def restore(self, unfinished: Batch | None) -> None:
-        """Continue with these unfinished groups."""
+        """Continue with these unfinished groups; a run that leaves none unfinished drops them."""
+        if unfinished is not None and len(unfinished):
+            text = (
+                "%d groups of the checkpoint are unfinished; they are dropped, since `rollout` continues none any more"
+            )
+            log.warning(text, len(set(list_groups(unfinished["group"]))))
 
 
 class UnfinishedGroups(CompleteGroups):
