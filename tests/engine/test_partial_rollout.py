@@ -1,9 +1,12 @@
 """Partial rollout and oversampling in whole runs: the ledger of every token, ages, and how a run goes on."""
 
 import pytest
+import torch
 
 from coalign.backends.engines.native.native_engine import NativeModule
+from coalign.data.batch import Batch
 from coalign.engine.engine import Trainer
+from coalign.engine.rollouts.unfinished import CompleteGroups
 from tests.engine.test_sampling_control import assert_resumes_bit_for_bit, online
 from tests.runs import metrics, run, weights_hash
 
@@ -144,3 +147,12 @@ def test_two_replicas_on_ray_give_what_one_process_gives(tmp_path):
     run(two)
     assert weights_hash(two, 4) == weights_hash(one, 4)
     assert [line["loss/value"] for line in metrics(two)] == [line["loss/value"] for line in metrics(one)]
+
+
+def test_a_run_that_continues_no_group_names_those_that_it_drops(caplog):
+    unfinished = Batch(torch.ones(3, dtype=torch.int64)).with_(group=torch.tensor([4, 4, 7]))
+    CompleteGroups(None, None, 2).restore(unfinished)
+    assert "2 unfinished groups of the checkpoint are dropped" in caplog.text
+    caplog.clear()
+    CompleteGroups(None, None, 2).restore(unfinished.slice(0, 0))
+    assert not caplog.text

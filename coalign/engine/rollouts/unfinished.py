@@ -78,10 +78,8 @@ class CompleteGroups:
     def restore(self, unfinished: Batch | None) -> None:
         """Continue with these unfinished groups; a run that leaves none unfinished drops them."""
         if unfinished is not None and len(unfinished):
-            text = (
-                "%d groups of the checkpoint are unfinished; they are dropped, since `rollout` continues none any more"
-            )
-            log.warning(text, len(set(list_groups(unfinished["group"]))))
+            text = "%d unfinished groups of the checkpoint are dropped: `rollout` continues none any more"
+            log.warning(text, len(list_groups(unfinished["group"])))
 
 
 class UnfinishedGroups(CompleteGroups):
