@@ -25,7 +25,7 @@ BUDGETS = {
     "cluster": 6_570,
     "config": 3_320,
     "data": 5_790,
-    "engine": 4_880,
+    "engine": 4_885,
     "environments": 1_640,
     "launch": 1_950,
     "processes": 845,
@@ -37,7 +37,7 @@ BUDGETS = {
     "weights": 1_965,
     "": 2_845,  # modules beside the rooms
 }
-CORE_FILES, CORE_LINES = 290, 47_990
+CORE_FILES, CORE_LINES = 290, 48_000
 # Words that stand for a noun in a name: `found` for the nodes that were found.
 FILLERS = {
     *("found", "part", "parts", "each", "own", "kind", "kinds", "place", "places", "whole", "late", "begun", "most"),
