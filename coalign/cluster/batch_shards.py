@@ -231,8 +231,8 @@ class Sharding:
     def _choose_split(self, by: By, updates: int | None, has_loss: bool) -> Callable[[BatchRef, int], Shards]:
         """``has_loss``: the call brings a loss, which may compare the samples of a group."""
         if by == "cost" and self._config.reduction == "exact":
-            keep, most = self._compares_groups or has_loss, self._config.max_tokens_per_micro
-            return partial(_shard_leaves, updates=updates or 1, max_tokens=most, keep_groups=keep)
+            keep, max_tokens = self._compares_groups or has_loss, self._config.max_tokens_per_micro
+            return partial(_shard_leaves, updates=updates or 1, max_tokens=max_tokens, keep_groups=keep)
         keep = not self._config.spread_samples if by == "work" else self._keep_groups or has_loss
         if updates:
             return partial(_shard_updates, updates=updates, keep_groups=keep)

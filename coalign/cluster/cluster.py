@@ -390,7 +390,7 @@ class Cluster(ABC):
 
     def choose_executor(self, model: DistModel[Any]) -> Executor:
         """Choose how a model's calls are done; called again when its processes have changed."""
-        return choose_executor(model, model.sharding)
+        return choose_executor(model)
 
     def call_queue(self, name: str) -> CallQueue:
         """Start a call queue that ends with this cluster."""

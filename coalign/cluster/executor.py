@@ -14,14 +14,13 @@ InProcess       the model is an object of this process (coalign.cluster.local)
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from coalign.cluster.batch_shards import (
     By,
     ShardedCall,
-    Sharding,
     ShardRecord,
     concat_outcomes,
     is_streamed,
@@ -64,6 +63,12 @@ class ModelCall:
     def inputs(self) -> list[Any]:
         return [*self.arguments, *self.keywords.values()]
 
+    def resolve(self, resolve: Callable[[Any], Any]) -> ModelCall:
+        """Wait for the inputs; return the call with what ``resolve`` (Cluster.resolve) makes of each."""
+        # No tuple(generator): list_largest_tensors inspects all objects, and would break one that is being built.
+        arguments = tuple([resolve(value) for value in self.arguments])
+        return replace(self, arguments=arguments, keywords={name: resolve(v) for name, v in self.keywords.items()})
+
 
 class Executor(Protocol):
     """Spreads a call of a model over its processes, and merges what they answer."""
@@ -78,8 +83,8 @@ class AllRanks:
 
     shards_per_replica = 1
 
-    def __init__(self, model: DistModel[Any], sharding: Sharding) -> None:
-        self.model, self.sharding = model, sharding
+    def __init__(self, model: DistModel[Any]) -> None:
+        self.model, self.sharding = model, model.sharding
 
     def execute(self, call: ModelCall, future: Future) -> Outcome:
         sharded = self.split(call, future)
@@ -96,11 +101,9 @@ class AllRanks:
 
     def split(self, call: ModelCall, future: Future) -> ShardedCall:
         """Wait for the inputs, and decide which process gets which rows."""
-        resolve = self.model.cluster.resolve
-        # No tuple(generator): list_largest_tensors inspects all objects, and would break one that is being built.
-        arguments = tuple([resolve(value) for value in call.arguments])
-        keywords = {name: resolve(value) for name, value in call.keywords.items()}
-        return self.sharding.split(future.call, arguments, keywords, call.by, self.shards_per_replica, call.updates)
+        call = call.resolve(self.model.cluster.resolve)
+        inputs = call.arguments, call.keywords
+        return self.sharding.split(future.call, *inputs, call.by, self.shards_per_replica, call.updates)
 
     def _start(self, call: ModelCall, sharded: ShardedCall) -> list[list[WorkerTask]]:
         """Start every shard that is not recorded; return the tasks of each."""
@@ -122,10 +125,10 @@ class _InChunks(AllRanks):
     """What a replica generates comes in several chunks, so that the next model can begin with the first one."""
 
     def _start_shard(self, method: str, rank: WorkerHandle, inputs: tuple[Any, Any]) -> list[WorkerTask]:
-        if method != "generate":
-            return super()._start_shard(method, rank, inputs)
         arguments, _ = inputs
-        chunks = max(1, min(self.model.config.parts_per_call, len(arguments[0].which)))
+        chunks = min(self.model.config.parts_per_call, len(arguments[0].which)) if method == "generate" else 1
+        if chunks < 2:
+            return super()._start_shard(method, rank, inputs)
         first = rank.execute("first_part", method, chunks, *inputs)
         return [first, *(rank.execute("next_part", method) for _ in range(chunks - 1))]
 
@@ -133,15 +136,15 @@ class _InChunks(AllRanks):
 class FreeReplicas(AllRanks):
     """A batch has ``models.<name>.shares_per_replica`` shards for each replica, which takes its next one when free."""
 
-    def __init__(self, model: DistModel[Any], sharding: Sharding) -> None:
-        super().__init__(model, sharding)
+    def __init__(self, model: DistModel[Any]) -> None:
+        super().__init__(model)
         self.shards_per_replica = model.config.shares_per_replica
 
     def execute(self, call: ModelCall, future: Future) -> Outcome:
         sharded = self.split(call, future)
         results: list[TaskFuture] = [concurrent.futures.Future() for _ in sharded.calls]
-        future.set_partial_results(results if self.sharding.is_separable else [])
         with self.model.hold_devices(future, call.method):
+            future.set_partial_results(results if self.sharding.is_separable else [])
             done = self._call_in_turn(call, future, sharded, results)
         tasks, metas = zip(*(done[position] for position in sorted(done)), strict=True)
         return sharded.restore_order(merge_answers(tasks, metas, self.model.store), metas)
@@ -222,13 +225,13 @@ class _Prefetched:
         return self._executor.execute(call, future)
 
 
-def choose_executor(model: DistModel[Any], sharding: Sharding) -> Executor:
+def choose_executor(model: DistModel[Any]) -> Executor:
     """Choose how the processes of a model do its calls, by its configuration and its devices."""
     config, slot = model.config, model.cluster.slots[model.name]
     if not model.spmd and config.shares_per_replica > 1:
-        ranks: AllRanks = FreeReplicas(model, sharding)
+        ranks: AllRanks = FreeReplicas(model)
     else:
-        ranks = (_InChunks if config.parts_per_call > 1 else AllRanks)(model, sharding)
+        ranks = (_InChunks if config.parts_per_call > 1 else AllRanks)(model)
     streams = len(slot.positions) == 1 and not model.spmd and config.reduction != "exact"
     executor = _Streamed(ranks) if streams else ranks
     return _Prefetched(model, executor) if slot.name in model.cluster.residency.slots else executor

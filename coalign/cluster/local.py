@@ -148,14 +148,14 @@ class InProcess:
         if call.record is not None:
             return self._recorded.execute(call, future)
         model = self._model
-        arguments = [model.cluster.resolve(value) for value in call.arguments]
-        keywords = {name: model.cluster.resolve(value) for name, value in call.keywords.items()}
+        call = call.resolve(model.cluster.resolve)
+        arguments = [*call.arguments]
         check_same_rows(future.call, arguments)
         shards = shard_rows(arguments[0], 1, "work") if call.by == "work" else None  # the longest first
         if shards is not None:
             [arguments[0]] = shards.batches
         rows = tuple([_refer_to_rows(value) for value in arguments])
-        named = {name: _refer_to_rows(value) for name, value in keywords.items()}
+        named = {name: _refer_to_rows(value) for name, value in call.keywords.items()}
         with model.hold_devices(future, call.method):  # a sync may be reading the weights of a model with a device
             tasks = [self._worker.execute("call", call.method, rows, named)]
             metas = wait(future, tasks, model.cluster.deadlines)

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from coalign.cluster.batch_shards import ShardedCall, ShardRecord
 from coalign.cluster.future import (
-    BatchRef,
     Call,
     CallDeadlines,
     Future,
@@ -331,10 +330,10 @@ class Sliced:
         """Submit the call's shares, wait for all of them, and merge what they return."""
         future.set_partial_results([])
         syncs, model = self.scheduler.syncs, self._model
-        [prompts] = call.arguments
-        batch: BatchRef = model.cluster.resolve(prompts)
-        keywords = {name: model.cluster.resolve(value) for name, value in call.keywords.items()}
-        sharded = model.sharding.split(future.call, (batch,), keywords, call.by, model.config.shares_per_replica)
+        call = call.resolve(model.cluster.resolve)
+        [batch] = call.arguments
+        per_replica = model.config.shares_per_replica
+        sharded = model.sharding.split(future.call, call.arguments, call.keywords, call.by, per_replica)
         urgent = batch.group is not None and bool((batch.group < 0).any())  # the loop waits for evaluations
         shares = [_RowShare(future, rows, options, syncs, urgent) for _, ((rows,), options) in sharded.calls]
         recorded = sharded.find_recorded(call.record)
