@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 from coalign.backends.base import Module
-from coalign.cluster.cluster import Cluster, start_cluster
+from coalign.cluster.choice import start_cluster
+from coalign.cluster.cluster import Cluster
 from coalign.cluster.future import Future
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.data.batch import Batch

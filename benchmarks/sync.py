@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from coalign.backends.base import Module
-from coalign.cluster.cluster import start_cluster
+from coalign.cluster.choice import start_cluster
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig, SyncConfig
 from coalign.roles import Context
 from coalign.weights.sync.sync import WeightSync

@@ -18,7 +18,7 @@ from coalign.backends import attention, lora, vision_language
 from coalign.backends.known_models import find_known_model
 from coalign.backends.unfit_weights import describe_layers_beyond, refuse_unfit
 from coalign.backends.vision import list_placeholder_ids
-from coalign.config.errors import find_nearest
+from coalign.config.errors import ConfigError, ConfigProblem, find_nearest
 from coalign.config.schema import ImagesConfig, ModelConfig, ScoreAt
 from coalign.data.images.expansion import Placeholders
 from coalign.data.images.image_files import ImageFiles
@@ -300,6 +300,25 @@ def find_context_length(config: ModelConfig) -> int | None:
 def find_rope_limit(config: ModelConfig) -> tuple[str, int] | None:
     """Find what `read_rope_limit` returns for the architecture in ``config.load``."""
     return read_rope_limit(read_config(config)) if find_known_model(config) is None else None
+
+
+def check_context(config: ModelConfig, name: str) -> None:
+    """Refuse (ConfigError) responses that are longer than all that a policy reads, prompt included."""
+    longest, limit = config.sampling.max_new_tokens, find_context_length(config)
+    if limit is not None and longest >= limit:
+        message = f"is {longest}, and the model reads {limit} tokens at once, prompt included (config.json)"
+        raise ConfigError([ConfigProblem(("models", name, "sampling", "max_new_tokens"), message)])
+
+
+def check_row_length(config: ModelConfig, name: str, max_tokens: int | None) -> None:
+    """Refuse (ValueError) rows of up to `data.max_tokens` where rotary embeddings change with the longest of them."""
+    limit = find_rope_limit(config)
+    if limit and (max_tokens is None or max_tokens > limit[1]):
+        raise ValueError(
+            f"data.max_tokens is {max_tokens}: rotary embeddings of models.{name} (type `{limit[0]}`) change above "
+            f"{limit[1]} tokens with the longest sequence of a row, so the others would be computed wrongly; set it to "
+            f"{limit[1]} or less"
+        )
 
 
 def check_rope_length(rope_type: str, limit: int, longest: int) -> None:

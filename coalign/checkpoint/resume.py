@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from coalign.checkpoint.folder import CheckpointFolder, MemoryFolder
 from coalign.checkpoint.manifest import CorruptCheckpoint, RemoteError, find_step, verify_checkpoint
+from coalign.config.errors import ConfigError, ConfigProblem, located_at
 from coalign.config.schema import RunConfig
 from coalign.config.schema.runtime import RuntimeConfig
 from coalign.data.batch import load_batches
@@ -194,3 +195,30 @@ def _load_data_state(engine: Engine, directory: Path, state: dict[str, Any]) -> 
     engine.environment.load_state_dict({"loader": state["loader"], **load_batches(directory / "buffer.pt")})
     if engine.ptx_loader:
         engine.ptx_loader.load_state_dict(state["ptx"])
+
+
+def check_copies(config: RunConfig) -> None:
+    """Refuse a URL that nothing can be copied to. ImportError if its package is missing."""
+    if url := config.runtime.save_copies_to:
+        from coalign.checkpoint.remote import check_url  # and fsspec
+
+        with located_at("runtime", "save_copies_to"):
+            check_url(url, config.output)
+
+
+def check_resume(config: RunConfig) -> None:
+    """Refuse to resume from a directory that is not there, or from a URL that is no checkpoint's."""
+    resume = config.runtime.resume
+    if "://" in resume:
+        from coalign.checkpoint.remote import check_url
+
+        with located_at("runtime", "resume"):
+            check_url(resume, config.output)
+            if find_step(Path(resume)) < 0:
+                raise ValueError("expected the URL of a checkpoint, such as s3://bucket/run/step_100")
+    elif resume not in ("auto", "never") and not Path(resume).is_dir():
+        message = (
+            f"is '{resume}', and there is no such directory; expected auto | never | a checkpoint, "
+            "such as RUN/checkpoints/step_100 or s3://bucket/run/step_100"
+        )
+        raise ConfigError([ConfigProblem(("runtime", "resume"), message)])

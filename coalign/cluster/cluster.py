@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
-import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -18,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from coalign.cluster.choice import find_footprint, plan_slots
 from coalign.cluster.dist import DistActor, DistModel
 from coalign.cluster.executor import Executor, choose_executor
 from coalign.cluster.future import (
@@ -40,14 +40,13 @@ from coalign.cluster.placement.slots import Footprint, Slot, list_slots, pack_sl
 from coalign.cluster.residency import Residency
 from coalign.cluster.slices import MAX_LOSSES
 from coalign.cluster.worker import find_module_class, name_of
-from coalign.config.errors import ConfigError, ConfigProblem
-from coalign.config.schema import PARALLEL, ModelConfig, RunConfig
+from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
 from coalign.threads import CallQueue, start_thread
 
 if TYPE_CHECKING:
-    from coalign.cluster.survivors.claim import RunClaim
+    pass
 
 log = logging.getLogger(__name__)
 PING_SECONDS = 60.0  # a living worker has finished its earlier calls by then
@@ -541,55 +540,3 @@ class Cluster(ABC):
             pending = list(self._pending)
         for future in pending:
             future.fail(self.error)
-
-
-def start_cluster(
-    config: RunConfig, models: Mapping[str, ModelConfig] | None = None, claim: RunClaim | None = None
-) -> Cluster:
-    """Start the cluster that a configuration asks for, with devices for ``models`` (None: all of the configuration).
-
-    Use it as a context manager. With a ``claim`` its processes on Ray outlive a driver that is killed, and those that
-    the previous driver left are taken over. ValueError if the models do not fit on the cluster.
-    """
-    cluster_type = choose_cluster(config)
-    if cluster_type == "local":
-        from coalign.cluster.local import LocalCluster  # a subclass of Cluster, as the others
-
-        return LocalCluster(config, models)
-    if cluster_type == "torchrun":
-        from coalign.cluster.torchrun import TorchrunCluster
-
-        return TorchrunCluster(config, models)
-    from coalign.cluster.ray.space import check_ray
-
-    check_ray()
-    from coalign.cluster.ray.ray_cluster import RayCluster  # the extra [ray] is needed only here
-
-    return RayCluster(config, models, claim)
-
-
-def choose_cluster(config: RunConfig) -> str:
-    """`local`, `ray` or `torchrun`; `auto` is torchrun in a process that it started, and Ray if it has an address or
-    some model needs more than one process."""
-    if config.runtime.cluster != "auto":
-        return config.runtime.cluster
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return "torchrun"
-    models = config.models.values()
-    several = any(model.processes > 1 for model in models)
-    return "ray" if config.runtime.ray_address or several else "local"
-
-
-def plan_slots(models: Mapping[str, ModelConfig], colocation: Sequence[Sequence[str]]) -> dict[str, Slot]:
-    """The slot of each model. ConfigError if models cannot be split or colocated as their settings say."""
-    return pack_slots({name: find_footprint(name, model) for name, model in models.items()}, colocation)
-
-
-def find_footprint(name: str, config: ModelConfig) -> Footprint:
-    """Processes and devices of a model. ConfigError for a module that does not support its parallel settings."""
-    for key in PARALLEL:
-        if (ways := getattr(config, key)) > 1 and key not in find_module_class(config).parallel:
-            inherited = f" (`like: {config.like}` takes it over)" if config.like else ""
-            message = f"is {ways}, and the module `{config.module}` is not cut that way; set it to 1{inherited}"
-            raise ConfigError([ConfigProblem(("models", name, key), message)])
-    return Footprint.of(name, config, find_module_class(config).one_group(config))

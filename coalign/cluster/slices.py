@@ -22,6 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from coalign.cluster.batch_shards import ShardedCall, ShardRecord
+from coalign.cluster.choice import plan_slots
 from coalign.cluster.future import (
     Call,
     CallDeadlines,
@@ -37,11 +38,14 @@ from coalign.cluster.future import (
     merge_answers,
     wait,
 )
+from coalign.config.schema import RunConfig
+from coalign.roles import Rollout
 from coalign.threads import start_thread
 
 if TYPE_CHECKING:
     from coalign.cluster.dist import DistModel
     from coalign.cluster.executor import ModelCall
+    from coalign.launch.plan import PlannedModel
 
 SLICE_SECONDS = 0.05  # a worker computes at most this long before it looks for new rows and weights
 GATHER_SECONDS = 0.005  # an idle replica waits this long for further rows after the first ones
@@ -364,3 +368,32 @@ def _add_span(spans: list[Span], new: Span) -> None:
             spans[index] = replace(span, seconds=new.start + new.seconds - span.start)
             return
     spans.append(new)
+
+
+def check_staleness(syncs: Sequence[tuple[str, str]], models: Mapping[str, PlannedModel], config: RunConfig) -> None:
+    """Refuse (ValueError) `runtime.max_staleness` where a policy cannot generate while its trainer trains."""
+    for key, unset in (("round_tokens", None), ("oversample", 1.0)):
+        if getattr(config.rollout, key) != unset:
+            raise ValueError(
+                f"rollout.{key}: is for synchronous training; with runtime.max_staleness > 0 responses go on while the "
+                "trainer trains, and no step waits for the longest one: leave one of the two out"
+            )
+    slots = plan_slots({name: model.config for name, model in models.items()}, config.runtime.colocation)
+    for source, target in syncs:
+        if models[target].role is not Rollout:
+            continue
+        if slots[source] is slots[target]:
+            raise ValueError(
+                f"runtime.max_staleness: models.{source} and models.{target} take turns (runtime.colocation)"
+                ", so neither computes while the other does; give each its own, or set it to 0"
+            )
+        if not hasattr(models[target].module, "roll"):
+            raise ValueError(
+                f"runtime.max_staleness: models.{target}.module `{models[target].config.module}` has no method `roll`, "
+                "so it cannot generate while its trainer trains; derive it from RolloutModule, or set it to 0"
+            )
+        if models[target].config.pipeline_parallel > 1:
+            raise ValueError(
+                f"runtime.max_staleness: models.{target}.pipeline_parallel is {models[target].config.pipeline_parallel}"
+                ", and a pipeline takes no weights while it computes; set it to 1, or max_staleness to 0"
+            )

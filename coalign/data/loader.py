@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from coalign.companions import FORMATS, load
-from coalign.config.schema import DataConfig, SourceConfig
+from coalign.config.errors import ConfigError, ConfigProblem
+from coalign.config.schema import DataConfig, RunConfig, SourceConfig
 from coalign.data.batch import Batch
 from coalign.data.examples import Example, RowEncoder, RowLimit, build_batch
 from coalign.data.kinds import KINDS
@@ -311,3 +312,15 @@ def _require_known(name: str, number: int | None) -> int:
             "runtime.tokens, mix sources by weight (data.mixing), and precompute nothing for its rows"
         )
     return number
+
+
+def check_stream(config: RunConfig) -> None:
+    """Refuse a stream without an end, and shares of sources whose sizes nobody knows."""
+    if not config.data.stream:
+        return
+    if config.runtime.steps is None and config.runtime.tokens is None:
+        message = "is true, and nobody knows how many rows a stream has: set runtime.steps or runtime.tokens"
+        raise ConfigError([ConfigProblem(("data", "stream"), message)])
+    if config.data.mixing != "weight":
+        message = f"is {config.data.mixing}, and nobody knows how many rows a stream has; use weight"
+        raise ConfigError([ConfigProblem(("data", "mixing"), message)])

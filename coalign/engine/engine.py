@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from coalign.cluster.dist import DistModel
     from coalign.launch.plan import Plan
 
+SAMPLING = ("curriculum", "filter", "replay", "rollout")  # sections that choose the samples
+
 
 @dataclass(frozen=True)
 class RunData:
@@ -320,6 +322,19 @@ class Engine:
     @classmethod
     def check(cls, config: RunConfig, loss: Objective | None) -> None:
         """Refuse (ValueError) a configuration that the schema cannot judge, before anything loads."""
+
+    @classmethod
+    def list_unread(cls) -> tuple[str, ...]:
+        """List the sections that this recipe does not read."""
+        return (*(() if cls.source == "prompts" else SAMPLING), *cls.unread)
+
+    @classmethod
+    def check_sections(cls, config: RunConfig) -> None:
+        """Refuse (ValueError) sections that this recipe does not read."""
+        why = "does not read it" if cls.source == "prompts" else "learns from data, not from samples of a policy"
+        for name in cls.list_unread():
+            if getattr(config, name) != RunConfig.model_fields[name].default:
+                raise ValueError(f"{name}: `{config.algorithm}` {why}; leave it out")
 
     # ---- what a flow uses ------------------------------------------------------------------------------------------
 

@@ -12,13 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from coalign.cluster.choice import choose_cluster, plan_slots
 from coalign.cluster.future import WorkerError
-from coalign.config.schema import AutoscaleConfig
+from coalign.config.errors import ConfigError, ConfigProblem, suggest
+from coalign.config.schema import AutoscaleConfig, RunConfig
 from coalign.engine.engine import contain_errors
+from coalign.roles import Trainable
 from coalign.types import Stats, Total
 
 if TYPE_CHECKING:
     from coalign.engine.engine import Engine
+    from coalign.launch.plan import PlannedModel
 
 log = logging.getLogger(__name__)
 
@@ -132,3 +136,19 @@ class Fleet:
         for problem in problems:
             self._targets[name] = engine.running[name].processes
             log.warning("%s: %s", name, str(problem).partition("\n")[0])
+
+
+def check_autoscale(models: Mapping[str, PlannedModel], config: RunConfig) -> None:
+    """Refuse (ConfigError) `runtime.autoscale` for what is no model that samples or scores, or not by Ray."""
+    slots = plan_slots({name: model.config for name, model in models.items()}, config.runtime.colocation)
+    able = [name for name, model in models.items() if model.role is not Trainable and model.base_of is None]
+    for name in config.runtime.autoscale:
+        message = None
+        if name not in able:
+            message = f"is no model that samples or scores{suggest(name, able)}"
+        elif len(slots[name].positions) > 1:
+            message = "shares its devices (runtime.colocation), so its number of processes cannot change"
+        elif choose_cluster(config) != "ray":
+            message = "has processes that come and go only on Ray: set runtime.cluster to ray"
+        if message:
+            raise ConfigError([ConfigProblem(("runtime", "autoscale", name), message)])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from coalign.algorithms.segments import RewardGroups
 from coalign.cluster.future import BatchRef, Future, merge_columns
+from coalign.config.errors import suggest
 from coalign.config.schema import FUNCTIONS, ModelConfig, RewardConfig, RunConfig
 from coalign.data.batch import Batch
 from coalign.data.templates import is_finished
@@ -22,6 +23,7 @@ from coalign.types import SOURCE_KEY, Moments, Stat, Stats, Status, Total
 if TYPE_CHECKING:
     from coalign.cluster.cluster import Cluster
     from coalign.cluster.dist import DistModel
+    from coalign.data.loader import Loader
     from coalign.engine.reference import BaseWeights
     from coalign.roles import Scorer
 
@@ -324,3 +326,22 @@ def _to_batch(moments: Sequence[Moments]) -> Batch:
 def _from_batch(batch: Batch, names: Sequence[str]) -> dict[str, Moments]:
     columns = {f.name: batch[f.name].tolist() for f in fields(Moments)}
     return {name: Moments(**{key: column[i] for key, column in columns.items()}) for i, name in enumerate(names)}
+
+
+def check_reward_sources(rewards: Sequence[RewardConfig], train: Loader, held_out: Loader | None) -> None:
+    """Refuse rewards for sources that have no rows, and sources of training rows that get no reward.
+
+    Nothing is refused for a stream, whose rows are not known yet.
+    """
+    if not any(reward.sources for reward in rewards) or not train.is_known:
+        return
+    sources = {*train.sources, *(held_out.sources if held_out else ())}
+    for index, reward in enumerate(rewards):
+        for name in reward.sources:
+            if name not in sources:
+                raise ValueError(f"reward[{index}].sources: no row is of the source '{name}'{suggest(name, sources)}")
+    for name in train.sources:
+        if not any(reward.weight and (not reward.sources or name in reward.sources) for reward in rewards):
+            raise ValueError(
+                f"reward: no part with weight is for rows of '{name}' (data.train); add one, or leave it out"
+            )

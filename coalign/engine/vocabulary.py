@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from coalign.config.errors import ConfigError, ConfigProblem
 from coalign.config.schema import ModelConfig, RunConfig
+from coalign.data.templates import read_arguments, read_template, reads_tools
 from coalign.files import read_json_object
 from coalign.hub import find_directory
 from coalign.weights.model_files import TOKENIZER_FILES
+
+if TYPE_CHECKING:
+    from coalign.environments.loop import EnvironmentFunction
 
 
 def find_tokenizer_name(config: RunConfig) -> tuple[str, bool]:
@@ -105,3 +110,31 @@ def _tokens(directory: Path) -> dict[str, int] | None:
     if isinstance(vocabulary, list):  # a unigram model: [piece, score] by number
         vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
     return vocabulary | {token["content"]: token["id"] for token in content.get("added_tokens", ())}
+
+
+def check_template(environment: EnvironmentFunction | None, config: RunConfig) -> None:
+    """Refuse arguments that the chat template never reads, and one without a place for the tools of an environment.
+
+    Such an environment has the attribute ``shows_tools``.
+    """
+    given, arguments = config.data.chat_template, config.data.chat_template_kwargs
+    shows_tools = environment is not None and getattr(environment.fn, "shows_tools", False)
+    if not (arguments or shows_tools):
+        return
+    name, _ = find_tokenizer_name(config)
+    jinja = (
+        find_chat_template(find_directory(name)) if given == "auto" else "" if given == "none" else read_template(given)
+    )
+    if jinja is None:
+        return
+    if not jinja.startswith("[{"):  # a list of templates by name: the tokenizer chooses
+        try:
+            read_arguments(jinja, arguments)
+        except ValueError as error:
+            raise ValueError(f"data.{error}") from error
+    if shows_tools and not reads_tools(jinja):
+        which = f"that of the tokenizer in {name}" if given == "auto" else f"`{given:.40}`"
+        raise ValueError(
+            f"data.chat_template: `rollout.fn: {config.rollout.fn}` shows tools to the policy, and the chat template, "
+            f"{which}, has no place for them (it never reads `tools`); set one that has"
+        )

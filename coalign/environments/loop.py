@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+from coalign.config.schema import RunConfig
 from coalign.environments.episode import EnvironmentClock, Episode, OutOfTokens
 from coalign.interpreter_watch import InterpreterWatch
 from coalign.processes.function_process import close_pools, is_coroutine_function
@@ -233,3 +234,15 @@ class EnvironmentBatch:
             self._settle(call, Status.PARTIAL)
         self.done = True
         self.loop.news.set()
+
+
+def check_environment(environment: EnvironmentFunction, config: RunConfig) -> None:
+    """Refuse wrong arguments of an environment, and a number of samples per prompt that it cannot play."""
+    keys = ["samples_per_prompt", *(["eval_samples"] if config.data.eval else [])]
+    environment.check({f"runtime.{key}": getattr(config.runtime, key) for key in keys})
+    spread = [name for name, model in config.models.items() if model.spread_samples]
+    if environment.grouped and spread:
+        raise ValueError(
+            f"models.{spread[0]}.spread_samples: `{config.rollout.fn}` plays the samples of a prompt together, so "
+            "they have to be on one replica; leave it out"
+        )

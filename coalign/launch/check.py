@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,18 +14,22 @@ from coalign.cluster.dry import describe_graph, draw_graph
 from coalign.cluster.placement.nodes import find_accelerator
 from coalign.companions import CHECKS, ask, name_missing
 from coalign.config import locate_problems
+from coalign.config.errors import located_at
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.devices import count_devices
+from coalign.engine.hooks.run_folder import check_folders
 from coalign.engine.reward import describe_reward, list_reward_facts
-from coalign.hub import is_hub_name
+from coalign.files import read_model_config
+from coalign.hub import find_directory, is_hub_name
+from coalign.launch.data_load import check_lengths
 from coalign.launch.device_plan import check_devices
 from coalign.launch.fetch import fetch_sources
 from coalign.launch.layout import describe_requested_layout
 from coalign.launch.plan import Plan, PlannedModel, describe_models, prepare
 from coalign.launch.trace import trace
-from coalign.launch.validate import check_context, check_directories, check_folders, check_rope, check_weights
 from coalign.report.display import Display
+from coalign.weights.model_files import check_adapter_files, has_weights
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -128,13 +132,12 @@ def _report_flow(report: CheckReport, plan: Plan) -> None:
 def _check_models(plan: Plan, present: Sequence[PlannedModel], *, simulated: bool) -> list[str]:
     """Raise what the models that are there would raise when a run sets them up; return remarks on them."""
     config = plan.config
-    check_directories(present)
+    _check_directories(present)
     check_folders(config)
-    check_context(present)
-    check_rope(present, config, plan.recipe.source)
+    check_lengths(plan, present)
     for model in present:
         _check_backend(model, config, simulated=simulated)
-    check_weights(present, simulated=simulated)
+    _check_weights(present, simulated=simulated)
     loaded = [model for model in present if model.config.load]
     return [f"{model.name}: {note}" for model in loaded for note in model.module.notes(model.config)]
 
@@ -199,3 +202,42 @@ def _check_architecture(module: type[Module], model: ModelConfig, name: str) -> 
 def _runs_here(device: torch.device, config: RunConfig) -> bool:
     """Whether this machine is one of those that compute, as far as it is known before the run starts."""
     return not config.runtime.ray_address and (device.type == "cpu" or count_devices(device.type) > 0)
+
+
+def _check_directories(models: Iterable[PlannedModel]) -> None:
+    """Refuse directories in which there is no model, or one of another format or of an unknown architecture."""
+    from coalign.backends.known_models import find_known_model
+    from coalign.backends.pretrained import check_architecture
+
+    for model in models:
+        if model.config.load:
+            with located_at("models", model.name, "load"):
+                directory = find_directory(model.config.load)
+                read_model_config(directory)
+                if find_known_model(model.config) is None:
+                    check_architecture(directory)
+
+
+def _check_weights(models: Iterable[PlannedModel], *, simulated: bool = False) -> None:
+    """Refuse weights that no model of this architecture and head has. Their headers are read, and no values.
+
+    Those that are not fetched yet are not compared, nor those of a run on another cluster (``simulated``) that are not
+    here.
+    """
+    from coalign.backends import pretrained
+
+    seen = set()
+    for model in models:
+        config = model.config
+        if not config.load or config.init == "random" or ":" in config.module:
+            continue
+        is_local = Path(config.load).is_dir() and not simulated
+        with located_at("models", model.name, "load"):
+            if is_local or has_weights(find_directory(config.load)):
+                subject = (config.load, config.head, config.head_init, config.frozen, config.vision is None)
+                if subject not in seen:
+                    pretrained.check_weights(config)
+                seen.add(subject)
+        if config.lora and config.lora.load and (is_local or Path(config.lora.load).is_dir()):
+            with located_at("models", model.name, "lora", "load"):
+                check_adapter_files(find_directory(config.lora.load))

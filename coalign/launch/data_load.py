@@ -11,12 +11,11 @@ from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.examples import RowLimit
 from coalign.data.loader import Loader, build_loader
 from coalign.engine.engine import RunData
-from coalign.engine.reward import list_reward_models
+from coalign.engine.reward import check_reward_sources, list_reward_models
 from coalign.engine.vocabulary import check_tokens_fit, find_tokenizer_name
 from coalign.hub import find_directory
-from coalign.launch.plan import Plan, PlannedModel
-from coalign.launch.validate import check_context, check_it_learns, check_reward_sources, check_rope, find_token_limit
-from coalign.roles import Rollout
+from coalign.launch.plan import Plan, PlannedModel, check_it_learns, find_token_limit
+from coalign.roles import Rollout, Trainable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
 
 def load_data(plan: Plan) -> RunData:
     """The tokenizer and the loaders of a run. ValueError for data or models that do not fit each other."""
-    check_context(plan.models.values())
-    check_rope(plan.models.values(), plan.config, plan.recipe.source)
+    check_lengths(plan, plan.models.values())
     config, source = plan.config, plan.recipe.source
     tokenizer = load_tokenizer(config, {name: plan.configs[name] for name in list_reward_models(plan.rewards)})
     limits, fewest, runtime = find_row_limits(plan, plan.models.values()), plan.recipe.min_rows, config.runtime
@@ -54,6 +52,20 @@ def load_data(plan: Plan) -> RunData:
     for model in plan.learning:
         check_it_learns(model.name, model.config, steps)
     return RunData(tokenizer, train, steps, held_out, ptx)
+
+
+def check_lengths(plan: Plan, models: Iterable[PlannedModel]) -> None:
+    """Refuse responses and rows that are longer than what ``models`` read at once, by their config.json.
+
+    Where prompts are continued, the engine ends sequences in time.
+    """
+    from coalign.backends import pretrained  # and transformers
+
+    for model in models:
+        if model.role is Rollout and model.config.load:
+            pretrained.check_context(model.config, model.name)
+        elif model.role is Trainable and model.config.load and plan.recipe.source != "prompts":
+            pretrained.check_row_length(model.config, model.name, plan.config.data.max_tokens)
 
 
 def load_tokenizer(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 
-from coalign.cluster.cluster import choose_cluster, plan_slots
+from coalign.cluster.choice import choose_cluster, plan_slots
 from coalign.cluster.placement.nodes import ACCELERATORS, Node, assign_nodes, find_accelerator
 from coalign.cluster.placement.slots import list_slots
 from coalign.cluster.worker import find_module_class

@@ -9,7 +9,7 @@ from itertools import groupby
 from rich.table import Table
 
 import coalign
-from coalign.cluster.cluster import plan_slots
+from coalign.cluster.choice import plan_slots
 from coalign.cluster.placement.nodes import Node, ProcessPlacement
 from coalign.cluster.placement.slots import Footprint, Slot, list_models_sharing_devices, list_slots
 from coalign.cluster.worker import find_wrapper

@@ -16,21 +16,26 @@ from typing import TYPE_CHECKING, Any
 from coalign.algorithms.divergence import AdaptiveKL, FixedKL
 from coalign.algorithms.objective import Objective
 from coalign.backends.base import Module, TrainableModule, build_objective
+from coalign.checkpoint.resume import check_copies, check_resume
+from coalign.cluster.choice import check_cluster
+from coalign.cluster.slices import check_staleness
 from coalign.cluster.worker import find_module_class
 from coalign.config import check_names, locate_problems
-from coalign.config.errors import located_at, suggest
+from coalign.config.errors import ConfigError, ConfigProblem, located_at, suggest
 from coalign.config.functions import bind, resolve, resolve_class
 from coalign.config.schema import FUNCTIONS, ModelConfig, RewardConfig, RunConfig, VisionConfig
 from coalign.config.schema.section import Function
 from coalign.data.kinds import KINDS
+from coalign.data.loader import check_stream
 from coalign.data.templates import read_template
 from coalign.engine.engine import Engine
+from coalign.engine.hooks.guards import check_guards
 from coalign.engine.reward import list_reward_models, list_reward_parts
 from coalign.engine.rollouts.selection import check_limits
-from coalign.engine.vocabulary import find_tokenizer_name, is_scored_at_end_of_text, is_tokenized_alike
-from coalign.launch import validate
+from coalign.engine.vocabulary import check_template, find_tokenizer_name, is_scored_at_end_of_text, is_tokenized_alike
 from coalign.launch.device_plan import assign_devices, describe_devices
 from coalign.roles import Context, Rollout, Scorer, Trainable
+from coalign.weights.sync.sync import check_syncs
 
 if TYPE_CHECKING:
     from coalign.environments.loop import EnvironmentFunction
@@ -169,43 +174,48 @@ def prepare(config: RunConfig, *, join: bool = True, devices: int | None = None)
     with locate_problems(config):
         planned_roles = _roles_of_models(roles, rewards)
         config, requested = assign_devices(config, [*planned_roles], join=join, devices=devices), config
-        validate.check_functions_are_imported(config)
         recipe.check(config, loss)
-        validate.check_sections(config, recipe)
-        validate.check_packages(config)
-        validate.check_copies(config)
-        validate.check_resume(config)
-        validate.check_stream(config)
+        recipe.check_sections(config)
+        if config.runtime.trackers:
+            from coalign.report.trackers import check_trackers
+
+            check_trackers(config.runtime.trackers)
+        check_copies(config)
+        check_resume(config)
+        check_stream(config)
         with located_at("rollout", "fn"):
             environment = _find_environment(config)
-        validate.check_environment(environment, config)
-        validate.check_template(environment, config)
+        if environment is not None:
+            from coalign.environments.loop import check_environment
+
+            check_environment(environment, config)
+        check_template(environment, config)
         check_limits(config)
         names = ("advantage", "covariance", "truncated", "pairs", "kl", "filter", "replay")
         functions = {name: _bind(getattr(config, name), name) for name in names}
         configs = _let_models_see(_configs_of_models(planned_roles, rewards, config), config)
-        validate.check_images(config, recipe, configs)
+        if config.data.images is not None:
+            from coalign.data.images.rows import check_images  # and Pillow
+
+            check_images(config, recipe.source, configs)
         compared = _count_compared(functions["pairs"], config)
         syncs = [pair for pair in recipe.sync if configs.keys() >= {*pair}]
+        check_cluster(config, syncs)
         models = _plan_models(planned_roles, configs, config, loss, environment, compared, syncs)
-        validate.check_loads(models.values())
-        for model in models.values():
-            if model.role is Trainable:
-                validate.check_it_learns(model.name, model.config, config.runtime.steps or math.inf)
-        validate.check_token_limits(models, compared)
-        for policy in (model for model in models.values() if model.role is Rollout and environment is None):
-            limit_key = f"models.{policy.name}.sampling.max_new_tokens"
-            validate.check_reward_lengths(rewards, policy.config.sampling.max_new_tokens, limit_key)
-        validate.check_adapters(syncs, models, config)
-        validate.check_repetition_penalty(syncs, models)
-        validate.check_routing_replay(syncs, config)
-        validate.check_torchrun(syncs, config)
-        validate.check_transport(syncs, configs, config)
-        validate.check_staleness(syncs, models, config)
-        validate.check_autoscale(models, config)
-        main = next((model for model in models.values() if model.role is Trainable), None)
-        if main is not None and main.objective is not None:
-            validate.check_guards(main.objective, config)
+        _check_models(models, config, compared)
+        if any(reward.fn for reward in rewards) and environment is None:
+            from coalign.backends.scorers.reward_functions import check_reward_lengths
+
+            for policy in (model for model in models.values() if model.role is Rollout):
+                limit_key = f"models.{policy.name}.sampling.max_new_tokens"
+                check_reward_lengths(rewards, policy.config.sampling.max_new_tokens, limit_key)
+        check_syncs(syncs, models, config)
+        if config.runtime.max_staleness:
+            check_staleness(syncs, models, config)
+        if config.runtime.autoscale:
+            from coalign.engine.fleet import check_autoscale
+
+            check_autoscale(models, config)
     return Plan(
         config=config,
         recipe=recipe,
@@ -218,6 +228,20 @@ def prepare(config: RunConfig, *, join: bool = True, devices: int | None = None)
         loss=loss,
         **functions,
     )
+
+
+def _check_models(models: Mapping[str, PlannedModel], config: RunConfig, compared: int) -> None:
+    """Refuse models without weights, models that would never learn, and responses that are too long for one."""
+    missing = [model.name for model in models.values() if model.config.load is None and ":" not in model.config.module]
+    if missing:  # a module of somebody else may need none
+        message = "missing: a Hugging Face model directory, or a name of the hub"
+        raise ConfigError([ConfigProblem(("models", name, "load"), message) for name in missing])
+    learning = [model for model in models.values() if model.role is Trainable]
+    for model in learning:
+        check_it_learns(model.name, model.config, config.runtime.steps or math.inf)
+    _check_token_limits(models, compared)
+    if learning and learning[0].objective is not None:
+        check_guards(learning[0].objective, config)
 
 
 def describe_models(plan: Plan) -> dict[str, dict[str, Any]]:
@@ -383,9 +407,7 @@ def _plan_models(
         models[name] = PlannedModel(
             name, role, model, module, context, objective if learns_by_loss else None, bases.get(name)
         )
-    longest = min(
-        (limit for model in models.values() if (limit := validate.find_token_limit(model, compared))), default=None
-    )
+    longest = min((limit for model in models.values() if (limit := find_token_limit(model, compared))), default=None)
     return {
         name: replace(model, context=replace(model.context, sample_tokens=longest)) for name, model in models.items()
     }
@@ -425,3 +447,44 @@ def _weights_of(model: ModelConfig) -> tuple[Any, ...]:
     bits = model.lora.base_bits if model.lora else None
     sampled_at = model.sampling.temperature or 1.0
     return (model.module, model.load, model.init, model.head, model.dtype, model.compute_dtype, bits, sampled_at)
+
+
+def _check_token_limits(models: Mapping[str, PlannedModel], compared: int) -> None:
+    """Refuse responses that may be longer than what a model reading their tokens takes at once.
+
+    ``compared`` is the number of responses that a loss over groups reads together.
+    """
+    for policy in (model for model in models.values() if model.role is Rollout):
+        longest = policy.config.sampling.max_new_tokens
+        for name, model in models.items():
+            limit, tokens = find_token_limit(model, compared), model.config.max_tokens_per_micro
+            if limit is not None and tokens is not None and limit <= longest:
+                shared = f", {limit} for each of the {tokens // limit} that its loss compares" if limit < tokens else ""
+                raise ValueError(
+                    f"models.{name}.max_tokens_per_micro is {tokens}{shared}, and a response may have {longest} tokens "
+                    f"(models.{policy.name}.sampling.max_new_tokens) beside its prompt. A sequence is never cut: raise "
+                    "it above the longest prompt and response together"
+                )
+
+
+def find_token_limit(model: PlannedModel, compared: int) -> int | None:
+    """Return the most tokens of one sample that a model takes; a loss over groups reads ``compared`` samples at once.
+
+    None without a limit: policies, models that read text (they cut it), and reward functions.
+    """
+    config = model.config
+    if model.role is Rollout or not config.load or config.chat_template or config.judge:
+        return None
+    if config.max_tokens_per_micro is None:
+        return None
+    together = compared if model.objective is not None and model.objective.per == "group" else 1
+    return config.max_tokens_per_micro // together
+
+
+def check_it_learns(name: str, model: ModelConfig, steps: float) -> None:
+    """Refuse a model whose `learns_after` is not before the last step."""
+    if model.learns_after >= steps:
+        raise ValueError(
+            f"models.{name}.learns_after is {model.learns_after}, and the run has {steps} steps, so the model would "
+            "never learn; make it smaller, or the run longer"
+        )

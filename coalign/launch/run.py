@@ -14,7 +14,7 @@ from typing import Any
 
 from coalign.checkpoint.resume import RunStores, read_checkpoint, resume
 from coalign.checkpoint.schedule import Save, SaveInMemory
-from coalign.cluster.cluster import choose_cluster, start_cluster
+from coalign.cluster.choice import choose_cluster, start_cluster
 from coalign.companions import EXPLAINS, ask, list_modules
 from coalign.config import dump, locate_problems
 from coalign.config.export import list_written
@@ -28,7 +28,7 @@ from coalign.engine.hooks.guards import UNHEALTHY, FlatRewards, Guards
 from coalign.engine.hooks.provenance import Provenance
 from coalign.engine.hooks.recorder import MetricsRecorder, StructureRecord
 from coalign.engine.hooks.run_control import Preempted, RunControl, StopSignals
-from coalign.engine.hooks.run_folder import RunFolder, flatten_stats
+from coalign.engine.hooks.run_folder import RunFolder, check_folders, flatten_stats
 from coalign.engine.hooks.timeline import StepProfiler, Timeline
 from coalign.engine.hooks.watchdog import Watchdog, run_watchdog
 from coalign.engine.reference import precompute
@@ -39,7 +39,6 @@ from coalign.launch.fetch import fetch_sources, write_commits
 from coalign.launch.layout import describe_assigned_layout, describe_start
 from coalign.launch.plan import prepare
 from coalign.launch.trace import trace
-from coalign.launch.validate import check_folders
 from coalign.report.display import Display
 from coalign.report.plots import NEEDS_MATPLOTLIB, can_plot, plot_run
 from coalign.report.step_line import ROLLOUTS, ROWS

@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -347,3 +348,13 @@ def _flatten(value: Any, key: str = "") -> list[tuple[str, str]]:
     if isinstance(value, Mapping):
         return [pair for name, item in value.items() for pair in _flatten(item, f"{key}.{name}" if key else str(name))]
     return [(_clean_mlflow_name(key), str(value))]
+
+
+def check_trackers(trackers: Sequence[TrackerConfig]) -> None:
+    """Raise ImportError for a tracker whose client is not installed."""
+    for tracker in trackers:
+        if find_spec(tracker.name) is None:
+            raise ImportError(
+                f"runtime.trackers has '{tracker.name}', which is not installed: "
+                f"pip install 'coalign[{tracker.name}]', or leave it out"
+            )

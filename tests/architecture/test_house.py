@@ -19,25 +19,25 @@ from tests.architecture.test_imports import COMPANION_FILES, FILES, PACKAGE, nam
 # Lines that a room may have. A change that needs more moves or removes something, or raises the budget and says why.
 BUDGETS = {
     "algorithms": 2_515,
-    "backends": 9_950,
-    "checkpoint": 1_235,
+    "backends": 9_980,
+    "checkpoint": 1_260,
     "cli": 495,
-    "cluster": 6_570,
+    "cluster": 6_660,
     "config": 3_320,
-    "data": 5_790,
-    "engine": 4_885,
-    "environments": 1_640,
-    "launch": 1_950,
+    "data": 5_815,
+    "engine": 5_005,
+    "environments": 1_655,
+    "launch": 1_585,
     "processes": 845,
     "recipes": 1_010,
-    "report": 1_355,
+    "report": 1_370,
     "resilience": 110,
     "rewards": 905,
     "run_files": 690,
-    "weights": 1_965,
+    "weights": 2_035,
     "": 2_845,  # modules beside the rooms
 }
-CORE_FILES, CORE_LINES = 290, 48_000
+CORE_FILES, CORE_LINES = 290, 48_020
 # Words that stand for a noun in a name: `found` for the nodes that were found.
 FILLERS = {
     *("found", "part", "parts", "each", "own", "kind", "kinds", "place", "places", "whole", "late", "begun", "most"),

@@ -64,7 +64,7 @@ ALLOWED = {
         "processes",
         "interpreter_watch",
     },
-    "weights": {"types", "cpu", "config", "cluster", "devices", "files", "memory", "threads"},
+    "weights": {"types", "roles", "cpu", "config", "cluster", "devices", "files", "memory", "threads"},
     "report": {"types", "config", "data", "files", "threads", "run_files"},
     "backends": {*BELOW_BACKENDS, "memory"},
     "cluster": {

@@ -4,7 +4,7 @@ import pytest
 
 from coalign.backends import pretrained
 from coalign.backends.hf.fsdp import FSDPModule
-from coalign.cluster.cluster import find_footprint
+from coalign.cluster.choice import find_footprint
 from coalign.config.errors import ConfigError
 from coalign.config.schema import ModelConfig
 from packages.megatron.tests.weight_families.checkpoints import native

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import coalign.cluster.ray.ray_cluster as on_ray
-from coalign.cluster.cluster import start_cluster
+from coalign.cluster.choice import start_cluster
 from coalign.cluster.survivors.claim import RunClaim
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.roles import Context

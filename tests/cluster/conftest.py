@@ -13,7 +13,8 @@ import psutil
 import pytest
 import torch
 
-from coalign.cluster.cluster import Cluster, start_cluster
+from coalign.cluster.choice import start_cluster
+from coalign.cluster.cluster import Cluster
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context

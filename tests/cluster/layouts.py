@@ -15,7 +15,7 @@ import torch
 from ray.cluster_utils import Cluster as Machines
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from coalign.cluster.cluster import start_cluster
+from coalign.cluster.choice import start_cluster
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context

@@ -100,7 +100,7 @@ def test_after_shutdown_calls_fail_modules_were_closed_and_actors_have_ended(mak
 
 RUN = """
 import sys
-from coalign.cluster.cluster import start_cluster
+from coalign.cluster.choice import start_cluster
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.roles import Context
 

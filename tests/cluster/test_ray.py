@@ -133,7 +133,7 @@ def test_threads_are_set_however_many_cores_are_reserved(ray_cluster):
 
 @pytest.mark.parametrize("kind", ["local", "ray"])
 def test_gpus_that_are_not_there_are_refused_at_once(kind, request):
-    from coalign.cluster.cluster import start_cluster
+    from coalign.cluster.choice import start_cluster
 
     if kind == "ray":
         request.getfixturevalue("ray_here")
@@ -160,7 +160,7 @@ def test_one_process_refuses_several(make_local):
     ],
 )
 def test_auto(runtime, model, expected):
-    from coalign.cluster.cluster import choose_cluster
+    from coalign.cluster.choice import choose_cluster
 
     config = RunConfig(algorithm="none", models={"m": ModelConfig(**model)}, runtime=RuntimeConfig(**runtime))
     assert choose_cluster(config) == expected

@@ -19,7 +19,7 @@ import logging, os, subprocess, sys, time
 from contextlib import suppress
 logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
 import psutil, ray, torch
-from coalign.cluster.cluster import start_cluster
+from coalign.cluster.choice import start_cluster
 from coalign.cluster.ray import connection, ray_cluster, store
 from coalign.cluster.ray.space import RayStoreError
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig

@@ -9,12 +9,12 @@ from importlib.util import find_spec
 import pytest
 
 from coalign import cli, load_config
-from coalign.cluster.cluster import start_cluster
+from coalign.cluster.choice import start_cluster
 from coalign.cluster.ray import space
 from coalign.config.functions import resolve_class
 from coalign.config.schema import TrackerConfig
-from coalign.launch import validate
 from coalign.launch.check import check
+from coalign.report import trackers
 from coalign.report.display import Display
 from coalign.roles import Context
 from packages.megatron.tests.weight_families.checkpoints import native
@@ -170,7 +170,7 @@ def test_a_tracker_that_is_missing_is_named(tmp_path, monkeypatch):
     config = config.model_copy(
         update={"runtime": config.runtime.model_copy(update={"trackers": [TrackerConfig(name="mlflow")]})}
     )
-    monkeypatch.setattr(validate, "find_spec", lambda name: None)
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"runtime\.trackers has 'mlflow', .*pip install 'coalign\[mlflow\]'"):
         check(config, Display())
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from coalign import load_config
-from coalign.cluster.cluster import plan_slots
+from coalign.cluster.choice import plan_slots
 from coalign.cluster.placement.nodes import Node, assign_nodes
 from coalign.cluster.placement.slots import list_slots
 from coalign.config.errors import ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from coalign.cluster.cluster import plan_slots
+from coalign.cluster.choice import plan_slots
 from coalign.cluster.placement.nodes import Node, assign_nodes, place_processes
 from coalign.cluster.placement.slots import list_models_sharing_devices, list_slots
 from coalign.config.errors import ConfigError

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from coalign.cluster.cluster import start_cluster
+from coalign.cluster.choice import start_cluster
 from coalign.cluster.placement import nodes
 from coalign.cluster.placement.nodes import _Accelerator
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig, SyncConfig

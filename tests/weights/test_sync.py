@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coalign.cluster.cluster import start_cluster
+from coalign.cluster.choice import start_cluster
 from coalign.cluster.future import WorkerError
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.roles import Context

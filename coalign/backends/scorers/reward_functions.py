@@ -135,6 +135,21 @@ def resolve_reward(config: RewardConfig, section: str) -> tuple[Callable[..., An
     return fn, arguments
 
 
+def check_reward_lengths(rewards: Sequence[RewardConfig], longest: int, limit_key: str) -> None:
+    """Refuse rewards for a length that responses of up to ``longest`` tokens (the key ``limit_key``) never reach.
+
+    Calls a function's attribute ``check_longest``, if it has one, as ``check_longest(longest, **arguments)``.
+    """
+    for index, reward in enumerate(rewards):
+        if reward.fn is None:
+            continue
+        from coalign.backends.scorers.reward_functions import resolve_reward
+
+        fn, arguments = resolve_reward(reward, f"reward.{index}")
+        if hasattr(fn, "check_longest") and (problem := fn.check_longest(longest, **arguments)):
+            raise ValueError(f"reward[{index}]: {problem}, and a response has at most {longest} tokens ({limit_key})")
+
+
 def _stats(functions: Sequence[RewardFunction], outcomes: Sequence[Sequence[RewardOutcome]]) -> Stats:
     many: list[Stats] = []
     for function, scored in zip(functions, outcomes, strict=True):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
+from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.images.image_files import ImageFiles
 from coalign.data.images.placeholders import COLUMNS, VIDEO_COLUMNS, read_part
 from coalign.data.images.videos import VideoFiles
+from coalign.data.kinds import KINDS
 
 _NUMBERED = re.compile(r"image_(\d+)")
 
@@ -57,3 +60,14 @@ class RowImages:
         medium, value = medium_and_value
         files = self.files if medium == "image" else self.videos
         return {"type": medium, medium: files.store(value) if value else ""}
+
+
+def check_images(config: RunConfig, kind: str, models: Mapping[str, ModelConfig]) -> None:
+    """Refuse (ValueError) images where what would read them knows text alone. ``kind``: the rows of the run."""
+    if not KINDS[kind].reads_images:
+        raise ValueError(f"data.images: `{config.algorithm}` reads {kind}, which hold no images; leave it out")
+    if config.sync.adapters == "apart":
+        raise ValueError("sync.adapters is `apart`, which vLLM does not do for models that see here; use `merged`")
+    for name, model in models.items():
+        if model.cache:
+            raise ValueError(f"models.{name}.cache: log-probs are kept by tokens alone; leave it out with data.images")

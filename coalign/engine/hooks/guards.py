@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coalign.config.schema import RunConfig
 from coalign.config.schema.rollout import GuardsConfig
 from coalign.data.batch import Batch, load_batches, save_batches
 from coalign.engine.engine import Hook
@@ -16,6 +17,7 @@ from coalign.files import Sink, describe_problem
 from coalign.types import Stat, Stats, Total
 
 if TYPE_CHECKING:
+    from coalign.algorithms.objective import Objective
     from coalign.checkpoint.schedule import Save
     from coalign.cluster.future import BatchRef
     from coalign.engine.engine import Engine
@@ -204,3 +206,13 @@ def read_dump(path: str | Path) -> tuple[Batch, dict[str, Any]]:
         raise
     except Exception as error:  # a damaged pickle raises almost anything
         raise ValueError(f"{path} is no dump of an unhealthy step: {describe_problem(error)}") from error
+
+
+def check_guards(objective: Objective, config: RunConfig) -> None:
+    """Refuse a bound on the entropy where the main model's loss can measure it and is not set to."""
+    least = config.runtime.guards.min_entropy
+    if least is not None and hasattr(objective.loss, "measure_entropy") and "entropy" not in objective.needs:
+        raise ValueError(
+            f"runtime.guards.min_entropy is {least:g}, and the loss `{objective.name}` does not measure the entropy; "
+            f"set {objective.section}.measure_entropy: true"
+        )

@@ -13,8 +13,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
+from coalign.config.errors import located_at
+from coalign.config.schema import RunConfig
 from coalign.engine.hooks.rollout_files import RolloutFiles
 from coalign.files import RecordFile, move_aside, write_atomically, write_text_atomically
 from coalign.run_files.control import refuse_request
@@ -142,3 +145,16 @@ def replace_non_finite(value: Any) -> Any:
     if isinstance(value, list):
         return [replace_non_finite(v) for v in value]
     return value
+
+
+def check_folders(config: RunConfig) -> None:
+    """Refuse folders in which nothing can be written: the run's, and the cache of its data."""
+    for key, name in {("output",): config.output, ("data", "cache"): config.data.cache}.items():
+        folder = Path(name or ".").absolute()
+        while not folder.exists():
+            folder = folder.parent
+        with located_at(*key):
+            try:
+                TemporaryFile(dir=folder).close()
+            except OSError as error:
+                raise ValueError(f"nothing can be written in '{folder}': {error.strerror}") from error

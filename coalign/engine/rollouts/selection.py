@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from coalign.cluster.cluster import find_footprint
+from coalign.cluster.choice import find_footprint
 from coalign.cluster.future import BatchRef, Future
 from coalign.cluster.worker import bind_columns, name_of
 from coalign.config.schema import RunConfig

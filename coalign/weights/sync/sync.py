@@ -6,14 +6,16 @@ import concurrent.futures
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
+from coalign.cluster.choice import choose_cluster, plan_slots
 from coalign.cluster.future import WorkerError
-from coalign.config.schema import SyncConfig
+from coalign.config.schema import RunConfig, SyncConfig
+from coalign.roles import Rollout
 from coalign.threads import begin_in_thread
 from coalign.types import Stats, Total
 from coalign.weights.sync import transport
@@ -21,6 +23,7 @@ from coalign.weights.sync.transport import DamagedWeights, Transport, WeightEndp
 
 if TYPE_CHECKING:
     from coalign.cluster.dist import DistModel
+    from coalign.launch.plan import PlannedModel
 
 log = logging.getLogger(__name__)
 MAX_DAMAGED = 2  # after so many damaged transfers memory or a program is the cause
@@ -172,3 +175,70 @@ def _choose_transport_name(endpoints: Sequence[WeightEndpoint], in_turns: bool) 
     if in_turns:  # on the GPU the weights under way would take memory from the model whose turn it is
         return "shared_memory"
     return "cuda_ipc" if len(gpus) == 1 and None not in gpus else "shared_memory"
+
+
+def check_syncs(syncs: Sequence[tuple[str, str]], models: Mapping[str, PlannedModel], config: RunConfig) -> None:
+    """Refuse (ValueError) what cannot travel between the models of a run, and settings for syncs that it has not."""
+    if config.rollout.routing_replay and not syncs:
+        raise ValueError(f"rollout.routing_replay is true, and in `{config.algorithm}` no policy samples; leave it out")
+    if config.sync.adapters == "apart":
+        _check_adapters(syncs, models, config)
+    _check_repetition_penalty(syncs, models)
+    if config.sync.transport in ("broadcast", "cuda_ipc"):
+        _check_transport(syncs, models, config)
+
+
+def _check_transport(syncs: Sequence[tuple[str, str]], models: Mapping[str, PlannedModel], config: RunConfig) -> None:
+    """Refuse a transport that cannot connect two models where they are placed. ValueError names both.
+
+    The first sync refuses what depends on hosts: only a running cluster knows them.
+    """
+    name = config.sync.transport
+    if choose_cluster(config) == "local":
+        raise ValueError(
+            f"sync.transport: `{name}` is for models in processes of their own, and here all of them run in this one; "
+            "leave it out, or set runtime.cluster: ray"
+        )
+    slots = plan_slots({name: model.config for name, model in models.items()}, config.runtime.colocation)
+    for source, target in syncs:
+        gpus = [slots[model].footprints[model].total for model in (source, target)]
+        together = slots[source] is slots[target]
+        if name == "broadcast" and together:
+            raise ValueError(
+                f"sync.transport: `broadcast` needs models.{source} and models.{target} at once, and in one group of "
+                "runtime.colocation they take turns; use shared_memory, object_store or disk"
+            )
+        if name == "cuda_ipc" and not (together and gpus == [1, 1]):
+            raise ValueError(
+                f"sync.transport: `cuda_ipc` needs models.{source} and models.{target} on one GPU; they have {gpus[0]} "
+                f"and {gpus[1]}, in {'one' if together else 'no common'} group of runtime.colocation; use shared_memory"
+            )
+
+
+def _check_adapters(syncs: Sequence[tuple[str, str]], models: Mapping[str, PlannedModel], config: RunConfig) -> None:
+    """Refuse to sync adapters separately where there are none, or where a model cannot send or receive them."""
+    setting, instead = "sync.adapters is `apart`", "use `merged`, which is the default"
+    if not syncs:
+        raise ValueError(f"{setting}, and in `{config.algorithm}` no weights travel between models; leave it out")
+    for source, target in syncs:
+        lora = models[source].config.lora
+        if lora is None:
+            raise ValueError(f"{setting}, and models.{source} has no adapters: give it `lora`, or {instead}")
+        if lora.dora:
+            raise ValueError(f"{setting}, and the magnitudes of models.{source}.lora.dora have to be merged; {instead}")
+        for model in (models[source], models[target]):
+            if not model.module.adapters:
+                named = f"models.{model.name}.module, `{model.config.module}`"
+                raise ValueError(f"{setting}, and {named}, knows merged weights only; {instead}")
+
+
+def _check_repetition_penalty(syncs: Sequence[tuple[str, str]], models: Mapping[str, PlannedModel]) -> None:
+    """Refuse to train a policy on samples of a penalised distribution, whose log-probs no trainer computes."""
+    for source, target in syncs:
+        penalty = models[target].config.sampling.repetition_penalty
+        if models[target].role is Rollout and penalty != 1:
+            raise ValueError(
+                f"models.{target}.sampling.repetition_penalty is {penalty:g}: it samples from another distribution "
+                f"than that of the log-probs from which models.{source} learns; set it to 1 (for evaluation there is "
+                "runtime.eval_sampling.repetition_penalty)"
+            )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from coalign.cluster.cluster import plan_slots
+from coalign.cluster.choice import plan_slots
 from coalign.cluster.placement.nodes import Node, assign_nodes
 from coalign.cluster.placement.slots import Slot, list_slots
 from coalign.config.errors import ConfigError, ConfigProblem

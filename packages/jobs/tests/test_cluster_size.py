@@ -78,7 +78,7 @@ def test_what_cannot_hold_the_run_is_refused(here, models, asked, said):
 @pytest.mark.parametrize("algorithm", ["dpo", "simpo", "kto", "ppo", "grpo", "rloo", "online_dpo"])
 def test_it_counts_the_models_that_the_plan_starts(here, algorithm, kl):
     """A reference with devices of its own counts exactly where the recipe starts one."""
-    from coalign.cluster.cluster import plan_slots
+    from coalign.cluster.choice import plan_slots
     from coalign.cluster.placement.slots import list_slots
     from coalign.launch.plan import prepare
     from tests.tiny import tiny_model_dir

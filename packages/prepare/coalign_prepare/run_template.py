@@ -14,7 +14,6 @@ from coalign.config.functions import list_classes
 from coalign.config.schema import ModelConfig
 from coalign.data.kinds import KINDS
 from coalign.launch.plan import find_recipe
-from coalign.launch.validate import list_unread
 from coalign.roles import Rollout, Trainable
 from coalign_prepare.yaml_writer import to_commented_yaml, to_short_yaml
 
@@ -96,7 +95,7 @@ class RunTemplate:
 
     def _list_unread(self) -> list[str]:
         sync = () if self.recipe.sync else ("sync",)
-        return [*list_unread(self.recipe), *sync, *(() if Rollout in self.roles.values() else ENGINES)]
+        return [*self.recipe.list_unread(), *sync, *(() if Rollout in self.roles.values() else ENGINES)]
 
 
 def describe_recipes(width: int) -> Iterator[str]:

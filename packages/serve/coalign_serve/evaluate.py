@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from coalign.cluster.cluster import start_cluster
+from coalign.cluster.choice import start_cluster
 from coalign.cluster.placement.nodes import find_accelerator
 from coalign.config.errors import located_at
 from coalign.config.schema import RunConfig

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from coalign.backends.scorers.reward_functions import check_reward_lengths
 from coalign.config.errors import Conflict
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import RunConfig, Section, SourceConfig
@@ -25,7 +26,6 @@ from coalign.launch.fetch import fetch_sources
 from coalign.launch.plan import find_recipe, outline_run, prepare
 from coalign.launch.run import train
 from coalign.launch.trace import trace
-from coalign.launch.validate import check_reward_lengths
 from coalign.report.display import Display
 from coalign.report.step_line import format_metric
 from coalign.roles import Trainable

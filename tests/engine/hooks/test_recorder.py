@@ -6,7 +6,7 @@ import json
 from types import SimpleNamespace
 from typing import Any, cast
 
-from coalign.cluster.cluster import plan_slots
+from coalign.cluster.choice import plan_slots
 from coalign.cluster.dry import FlowGraph
 from coalign.cluster.future import Call
 from coalign.cluster.placement.nodes import Node, assign_nodes, place_processes

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from coalign.cluster.cluster import plan_slots
+from coalign.cluster.choice import plan_slots
 from coalign.cluster.placement.nodes import Node, ProcessPlacement, assign_nodes, place_processes
 from coalign.cluster.placement.slots import Slot, list_slots
 from coalign.config.errors import ConfigError, ConfigProblem

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from coalign.cluster.cluster import plan_slots
+from coalign.cluster.choice import plan_slots
 from coalign.config import ConfigError
 from coalign.config.schema import RunConfig
 from coalign.launch.check import CheckReport, RowLengths

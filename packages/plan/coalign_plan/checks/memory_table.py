@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from coalign.cluster.cluster import choose_cluster, plan_slots
+from coalign.cluster.choice import choose_cluster, plan_slots
 from coalign.cluster.placement.nodes import find_accelerator
 from coalign.cluster.placement.slots import Slot, list_slots
 from coalign.config.schema import ModelConfig, RunConfig

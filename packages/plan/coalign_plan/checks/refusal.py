@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from coalign.cluster.cluster import find_footprint
+from coalign.cluster.choice import find_footprint
 from coalign.cluster.placement.nodes import find_accelerator
 from coalign.cluster.worker import find_module_class
 from coalign.config.schema import PARALLEL, ModelConfig, RunConfig

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from rich.table import Table
 
-from coalign.cluster.cluster import start_cluster
+from coalign.cluster.choice import start_cluster
 from coalign.config.schema import RunConfig
 from coalign.engine.engine import Engine
 from coalign.launch.data_load import load_data
