@@ -144,6 +144,7 @@ class KeyLocations:
 
     def __init__(self, locations: Mapping[Key, ConfigLocation]) -> None:
         self._locations = dict(locations)
+        self._inherited: set[Key] = set()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, KeyLocations)
@@ -170,8 +171,14 @@ class KeyLocations:
     def inherit(self, source: Key, target: Key) -> None:
         """Give ``target`` the locations of ``source`` for all keys that it has none for."""
         for key, location in list(self._locations.items()):
-            if key[: len(source)] == source and key != source:
-                self._locations.setdefault(target + key[len(source) :], location)
+            inherited = target + key[len(source) :]
+            if key[: len(source)] == source and key != source and inherited not in self._locations:
+                self._locations[inherited] = location
+                self._inherited.add(inherited)
+
+    def is_written(self, key: Key) -> bool:
+        """Whether ``key`` itself was written, and neither left out nor inherited."""
+        return key in self._locations and key not in self._inherited
 
     def below(self, key: Key) -> KeyLocations:
         """Return the locations below ``key``, relative to it."""

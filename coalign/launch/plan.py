@@ -23,8 +23,20 @@ from coalign.cluster.worker import find_module_class
 from coalign.config import check_names, locate_problems
 from coalign.config.errors import ConfigError, ConfigProblem, located_at, suggest
 from coalign.config.functions import bind, resolve, resolve_class
-from coalign.config.schema import FUNCTIONS, ModelConfig, RewardConfig, RunConfig, VisionConfig
-from coalign.config.schema.section import Function
+from coalign.config.introspect import has_default
+from coalign.config.schema import (
+    FUNCTIONS,
+    BatchSettings,
+    Function,
+    GeneratorSettings,
+    ModelConfig,
+    RewardConfig,
+    RunConfig,
+    ScorerSettings,
+    Section,
+    TrainerSettings,
+    VisionConfig,
+)
 from coalign.data.kinds import KINDS
 from coalign.data.loader import check_stream
 from coalign.data.templates import read_template
@@ -40,6 +52,14 @@ from coalign.weights.sync.sync import check_syncs
 if TYPE_CHECKING:
     from coalign.environments.loop import EnvironmentFunction
 
+ROLES = {Rollout: "sample", Scorer: "score", Trainable: "learn"}
+# Settings that only models of some roles read.
+READERS: Mapping[type[Section], Sequence[type]] = {
+    TrainerSettings: [Trainable],
+    GeneratorSettings: [Rollout],
+    ScorerSettings: [Scorer],
+    BatchSettings: [Trainable, Scorer],
+}
 REWARD_FUNCTIONS = "coalign.backends.scorers.reward_functions:RewardModule"  # a path: a dry run asks it for its columns
 
 
@@ -175,6 +195,7 @@ def prepare(config: RunConfig, *, join: bool = True, devices: int | None = None)
         planned_roles = _roles_of_models(roles, rewards)
         config, requested = assign_devices(config, [*planned_roles], join=join, devices=devices), config
         recipe.check(config, loss)
+        _check_readers({**recipe.models, **planned_roles}, config)
         recipe.check_sections(config)
         if config.runtime.trackers:
             from coalign.report.trackers import check_trackers
@@ -228,6 +249,31 @@ def prepare(config: RunConfig, *, join: bool = True, devices: int | None = None)
         loss=loss,
         **functions,
     )
+
+
+def _check_readers(roles: Mapping[str, type], config: RunConfig) -> None:
+    """Refuse (ConfigError) settings of a model that neither it reads, by its role, nor any model that is `like` it.
+
+    A module of somebody else may read any setting.
+    """
+    readers: dict[str, set[type]] = {}
+    for name, model in config.models.items():
+        source: str | None = name
+        while source is not None:  # the model, the one that it is `like`, and so on
+            readers.setdefault(source, set()).update(ROLES if ":" in model.module else [roles.get(name, Scorer)])
+            source = config.models[source].like
+    problems = []
+    for settings, able in READERS.items():
+        for name in (name for name in config.models if readers[name].isdisjoint(able)):
+            reason = (
+                f"is for models that {' or '.join(ROLES[role] for role in able)}, and `{name}` does not; leave it out"
+            )
+            for key in (("models", name, key) for key in settings.model_fields):
+                value = getattr(config.models[name], key[-1])
+                if config.locations.is_written(key) and not has_default(key, value):
+                    problems.append(ConfigProblem(key, reason))
+    if problems:
+        raise ConfigError(problems)
 
 
 def _check_models(models: Mapping[str, PlannedModel], config: RunConfig, compared: int) -> None:

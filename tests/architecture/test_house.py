@@ -23,11 +23,11 @@ BUDGETS = {
     "checkpoint": 1_260,
     "cli": 495,
     "cluster": 6_660,
-    "config": 3_320,
+    "config": 3_380,
     "data": 5_815,
     "engine": 5_005,
     "environments": 1_655,
-    "launch": 1_585,
+    "launch": 1_630,
     "processes": 845,
     "recipes": 1_010,
     "report": 1_370,
@@ -37,7 +37,7 @@ BUDGETS = {
     "weights": 2_035,
     "": 2_845,  # modules beside the rooms
 }
-CORE_FILES, CORE_LINES = 290, 48_020
+CORE_FILES, CORE_LINES = 290, 48_130
 # Words that stand for a noun in a name: `found` for the nodes that were found.
 FILLERS = {
     *("found", "part", "parts", "each", "own", "kind", "kinds", "place", "places", "whole", "late", "begun", "most"),

@@ -30,6 +30,7 @@ PAIRS = "`self_play` pairs the samples"
 # {algorithm: (overrides, what the refusal says)}
 REFUSED = {
     "sft": [
+        ("models.trainer.candidates=8", r"trainer.candidates: is for models that score, and `trainer` does not"),
         ("advantage=group", f"advantage: `sft` {DATA}"),
         ("pairs=best_worst", f"pairs: `sft` {DATA}"),
         ("reward={fn: math}", f"reward: `sft` {DATA}"),
@@ -73,6 +74,10 @@ REFUSED = {
     "on_policy_distillation": [("kl={fn: FixedKL, coef: 0.1}", f"kl: `on_policy_distillation` {UNREAD}")],
     "grpo": [
         ("pairs=best_worst", f"pairs: `grpo` {UNREAD}"),
+        # settings of models that do not read them
+        ("models.trainer.parts_per_call=2", r"trainer.parts_per_call: is for models that sample, and `trainer` does"),
+        ("models.reference={like: policy, updates_per_batch: 2}", r"reference.updates_per_batch: is for .* that learn"),
+        ("models.reference.parts_per_call=2", r"reference.parts_per_call: is for models that sample, and `reference`"),
         ("models.policy.sampling.temperature=0.0", r"models\.policy\.sampling\.temperature is 0"),
         ("loss.clip_low=-1", r"^loss\.clip_low is -1\.0 and loss\.clip_high is 0\.2: neither may be below 0$"),
         ("ptx={coef: 0.1}", r"ptx.data: is missing"),
@@ -167,6 +172,11 @@ REFUSED = {
 def test_what_cannot_work_is_refused(home, algorithm, overrides, message):
     with pytest.raises(ValueError, match=message):
         prepare(configured(home, algorithm, *([overrides] if isinstance(overrides, str) else overrides)))
+
+
+def test_a_setting_is_read_by_a_model_that_is_like_another(home):
+    plan = prepare(configured(home, "grpo", "models.policy.updates_per_batch=2"))
+    assert plan.models["trainer"].config.updates_per_batch == 2
 
 
 def own_loss(x: LossInput) -> LossOutput:

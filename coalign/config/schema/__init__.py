@@ -5,14 +5,13 @@ Open `run_config.py` first (RunConfig). Unknown keys are refused, except in a se
 """
 
 from coalign.config.schema.data import DataConfig, ImagesConfig, SourceConfig
+from coalign.config.schema.generator import GeneratorSettings, NativeConfig, SamplingConfig, TransformersConfig
 from coalign.config.schema.model import (
     KEYS_OF_WEIGHTS,
     PARALLEL,
-    EmaConfig,
+    BatchSettings,
     LoraConfig,
     ModelConfig,
-    OptimizerConfig,
-    ScoreAt,
     VisionConfig,
     matches_layer,
 )
@@ -20,11 +19,8 @@ from coalign.config.schema.rollout import (
     CurriculumConfig,
     FilterConfig,
     GuardsConfig,
-    NativeConfig,
     ReplayConfig,
     RolloutConfig,
-    SamplingConfig,
-    TransformersConfig,
 )
 from coalign.config.schema.run_config import PtxConfig, RunConfig
 from coalign.config.schema.runtime import (
@@ -36,6 +32,7 @@ from coalign.config.schema.runtime import (
     SyncConfig,
     TrackerConfig,
 )
+from coalign.config.schema.scorer import ScoreAt, ScorerSettings
 from coalign.config.schema.section import (
     FUNCTIONS,
     ContinuationSetting,
@@ -48,12 +45,14 @@ from coalign.config.schema.section import (
     RewardConfig,
     Section,
 )
+from coalign.config.schema.trainer import EmaConfig, OptimizerConfig, TrainerSettings
 
 __all__ = [
     "FUNCTIONS",
     "KEYS_OF_WEIGHTS",
     "PARALLEL",
     "AutoscaleConfig",
+    "BatchSettings",
     "ContinuationSetting",
     "CurriculumConfig",
     "DataConfig",
@@ -63,6 +62,7 @@ __all__ = [
     "EvalSamplingConfig",
     "FilterConfig",
     "Function",
+    "GeneratorSettings",
     "GuardsConfig",
     "ImagesConfig",
     "InputPath",
@@ -82,10 +82,12 @@ __all__ = [
     "RuntimeConfig",
     "SamplingConfig",
     "ScoreAt",
+    "ScorerSettings",
     "Section",
     "SourceConfig",
     "SyncConfig",
     "TrackerConfig",
+    "TrainerSettings",
     "TransformersConfig",
     "VisionConfig",
     "matches_layer",

@@ -1,60 +1,31 @@
-"""One model of a run: backend, weights, head, precision, parallelism, placement, optimizer and adapters."""
+"""One model of a run: what every model reads, and what only models read that learn, sample or score."""
 
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from coalign.config.errors import Conflict
 from coalign.config.functions import is_code_refused
-from coalign.config.schema.rollout import NativeConfig, SamplingConfig, TransformersConfig
+from coalign.config.schema.generator import GeneratorSettings, NativeConfig, SamplingConfig, TransformersConfig
+from coalign.config.schema.scorer import ScorerSettings
 from coalign.config.schema.section import (
     Continuable,
-    Function,
     InputPath,
-    LossConfig,
     OneOrMore,
-    OutputPath,
     Probability,
     ResultNeutral,
     Section,
 )
+from coalign.config.schema.trainer import TrainerSettings
 
 # Settings of parallelism; each backend supports some of them.
 PARALLEL = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "dp_replicate")
 
 # Modules of Megatron's layers that backward can recompute.
 Recomputed = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
-
-
-class OptimizerConfig(Section):
-    """An optimizer and its learning-rate schedule."""
-
-    name: Literal["adamw", "adamw_8bit", "adafactor", "muon"] = "adamw"
-    """`adamw_8bit` stores moments in 8 bits (needs bitsandbytes; one process). `adafactor` stores means of rows and
-    columns; its `lr` is relative to the size of a parameter. `muon` updates the matrices of the layers, AdamW the rest;
-    its steps are scaled to AdamW's, so it takes the same `lr`. `betas` and `eps` are AdamW's."""
-    lr: NonNegativeFloat = 1e-6
-    betas: Annotated[tuple[Probability, Probability], Field(strict=False)] = (0.9, 0.999)
-    eps: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = 0.0
-    """Not applied to parameters of one dimension (biases, norms)."""
-    clip_grad_norm: PositiveFloat | None = 1.0
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """`linear` and `cosine` decay to lr * min_lr_ratio over the run; `wsd` keeps lr, and decays in the last `decay`."""
-    unit: Literal["steps", "tokens"] = "steps"
-    """Unit of `warmup`, `decay` and the length of the run: optimizer steps, or trained tokens (then `runtime.tokens` is
-    the length)."""
-    warmup: NonNegativeInt = 0
-    decay: NonNegativeInt = 0
-    """For `wsd`: length of the linear decay at the end."""
-    min_lr_ratio: Probability = 0.0
-
-    def check(self) -> None:
-        if self.decay and self.schedule != "wsd":
-            raise Conflict(("decay",), f"has no effect with schedule `{self.schedule}`; use `wsd`")
 
 
 class LoraConfig(Section):
@@ -88,12 +59,6 @@ class LoraConfig(Section):
 def matches_layer(name: str, pattern: str) -> bool:
     """Whether ``pattern`` (of `LoraConfig.target`) is the last name of the layer ``name``, or matches its full name."""
     return fnmatchcase(name, pattern) or name.endswith(f".{pattern}")
-
-
-class EmaConfig(Section):
-    """A moving average of the weights: average = decay * average + (1 - decay) * weights, after each update."""
-
-    decay: Probability = 0.999
 
 
 class VisionConfig(Section):
@@ -162,25 +127,47 @@ class MegatronCoreConfig(Section):
     """Further fields of megatron-core's TransformerConfig that decide how it computes."""
 
 
-class QuestionsConfig(Function):
-    """What a language model that scores is asked about responses, and how its answers become scores."""
-
-    home = "coalign.rewards.judge_questions"
-
-    show_images: bool = True
-    """Show it the images of prompts (`data.images`); false for a judge that reads text alone."""
-
-
 # Settings that belong to the weights in `load`: a model with other weights does not take them by `like`.
 KEYS_OF_WEIGHTS = (
     *("tokenizer", "init", "head_init", "pickled_weights", "trust_remote_code"),
     *("chat_template", "chat_template_kwargs", "score_at"),
 )
-ScoreAt = Literal["last_trained", "end_of_text"]
 
 
-class ModelConfig(Section):
-    """One model of the run."""
+class BatchSettings(Section):
+    """What only a model reads that computes given sequences: one that learns, or that scores."""
+
+    context_parallel: Continuable[PositiveInt] = 1
+    """Processes, or tensor-parallel groups, that split each sequence (Ulysses)."""
+    expert_parallel: Continuable[PositiveInt] = 1
+    """Neighbouring processes that divide the experts of each layer; tokens are sent to them."""
+    dp_replicate: Continuable[PositiveInt] = 1
+    """Copies of the sharded model (HSDP). Weights are gathered within a copy; gradients are summed over
+    all copies."""
+    max_tokens_per_micro: Continuable[PositiveInt | None] = 16384
+    """Token limit of one forward / backward pass, which bounds activation memory."""
+    max_patches_per_micro: Continuable[PositiveInt | None] = 16384
+    """Patches of images in one forward / backward pass, which bound the memory of the tower."""
+    rows: Literal["auto", "packed", "padded", "single"] = "auto"
+    """How the sequences of a micro-batch are computed: end to end in one row; below each other, padded on the right; or
+    those of equal length together. `packed` is the fastest and needs layers that mix tokens by attention alone; `auto`
+    takes it where the architecture can, else `padded`. For the modules `fsdp` and `deepspeed`."""
+    attention: Continuable[Literal["auto", "blocks", "flex", "varlen"]] = "auto"
+    """How attention over a packed row is computed, by the modules `fsdp` and `deepspeed`. `varlen`: flash attention
+    (CUDA, 16-bit floats). `flex`: flex attention, compiled (CUDA). `blocks`: scaled_dot_product_attention, a call for
+    each block of spans. `auto`: on CUDA `varlen` where it can, else `flex`; on other devices `blocks`."""
+    compile: bool = False
+    """Compile the layers with torch.compile, once for all lengths (needs a C++ compiler; on GPUs Triton)."""
+    fp8: bool = False
+    """Multiply the matrices of the layers in 8-bit floats (compute capability 8.9 or above): `fsdp` uses torchao,
+    `megatron` Transformer Engine's hybrid recipe."""
+    cpu_offload: bool = False
+    """Keep the shards of weights, gradients and optimizer in host memory and step there; layers are copied to the
+    device one by one (several processes only). To offload only between calls: `offload`."""
+
+
+class _CommonSettings(Section):
+    """What every model reads: backend, weights, precision, placement, adapters and sampling, and backends' sections."""
 
     module: str = "fsdp"
     """Backend: `fsdp`, `deepspeed`, `native`, `reward`, … or a dotted path to a Module subclass."""
@@ -197,19 +184,6 @@ class ModelConfig(Section):
     """`random` reads only config and tokenizer of the model and initialises the weights from the seed."""
     tokenizer: Annotated[str, InputPath("model")] | None = None
     """The directory or the hub's name of a tokenizer, if it is not in `load`."""
-    chat_template: str | None = None
-    """For a model that only scores: render the conversation with this template and tokenise it with the model's own
-    tokenizer. `auto` (its tokenizer's template), `none`, a Jinja template or a file that holds one. None: a reward
-    model takes `auto` if its tokenizer differs from the policy's, else the policy's tokens, as a teacher does."""
-    chat_template_kwargs: Annotated[dict[str, Any], Field(examples=[{"enable_thinking": False}])] = {}
-    """Arguments of this model's chat template, where it reads text; the policy's are in `data`."""
-    score_at: ScoreAt | None = None
-    """For a reward model that reads text: the token whose score counts. `last_trained`: the end of the assistant's last
-    turn, as Coalign trains reward models. `end_of_text`: the last token that its template writes, as the cards of many
-    models have it. None: what `score_at` in its config.json says, else `last_trained`."""
-    judge: Annotated[QuestionsConfig | None, Field(examples=[{"fn": "pairwise"}])] = None
-    """For a language model that scores responses (module `judge` or `preference`): a class of
-    coalign.rewards.judge_questions, which asks about responses and converts answers to scores."""
     head: Literal["lm", "value", "reward"] = "lm"
     """Language-model head; a scalar per token; a scalar per sequence (at its last token)."""
     head_init: Literal["load", "zero"] = "load"
@@ -231,13 +205,6 @@ class ModelConfig(Section):
     """Devices that split each layer; they must be on one node."""
     pipeline_parallel: Continuable[PositiveInt] = 1
     """Devices, or tensor-parallel groups, that divide the layers between them."""
-    context_parallel: Continuable[PositiveInt] = 1
-    """Trainers only: processes, or tensor-parallel groups, that split each sequence (Ulysses)."""
-    expert_parallel: Continuable[PositiveInt] = 1
-    """Trainers only: neighbouring processes that divide the experts of each layer; tokens are sent to them."""
-    dp_replicate: Continuable[PositiveInt] = 1
-    """Trainers only: copies of the sharded model (HSDP). Weights are gathered within a copy; gradients are summed over
-    all copies."""
     placement: ResultNeutral[Literal["pack", "spread"] | None] = None
     """`pack` the model on few nodes, or `spread` it over many, tensor-parallel groups excepted. None: pack devices,
     spread CPU processes."""
@@ -247,73 +214,18 @@ class ModelConfig(Section):
     shares_per_replica: PositiveInt = 1
     """Shards of a batch per replica, sent to replicas as they become free. More than 1 balances replicas of different
     speed, but a generator drains at the end of each shard."""
-    parts_per_call: PositiveInt = 1
-    """Policies only: each replica returns its groups in this many chunks, each as soon as it is complete. Rewards and
-    models on other devices then score them while the rest is generated, but in smaller batches."""
-    spread_samples: bool = False
-    """Policies with several replicas: distribute single samples in place of prompts with all their samples. The load is
-    more even, but each replica with samples of a prompt computes the prompt."""
     threads: ResultNeutral[PositiveInt | None] = None
     """CPU threads of each process; None: `runtime.threads`."""
-    max_tokens_per_micro: Continuable[PositiveInt | None] = 16384
-    """Token limit of one forward / backward pass, which bounds activation memory."""
-    max_patches_per_micro: Continuable[PositiveInt | None] = 16384
-    """Patches of images in one forward / backward pass, which bound the memory of the tower."""
-    activation_checkpointing: Continuable[Literal["full", "selective"] | None] = None
-    """Recompute activations in backward to save memory: `full` layers, or `selective`: all but matrix products and
-    attention."""
-    compile: bool = False
-    """Compile the layers with torch.compile, once for all lengths (needs a C++ compiler; on GPUs Triton)."""
-    fp8: bool = False
-    """Multiply the matrices of the layers in 8-bit floats (compute capability 8.9 or above): `fsdp` uses torchao,
-    `megatron` Transformer Engine's hybrid recipe."""
     deterministic: bool = False
     """Use only operations whose result does not depend on the order of threads; stop the run at any other."""
-    reduction: Literal["fast", "exact"] = "fast"
-    """How gradients are added. `exact`: in an order that does not depend on the number of processes, so trained weights
-    are the same bit for bit for any number of them (module `fsdp`, data-parallel processes only)."""
-    cpu_offload: bool = False
-    """Keep the shards of weights, gradients and optimizer in host memory and step there; layers are copied to the
-    device one by one (several processes only). To offload only between calls: `offload`."""
     lora: LoraConfig | None = None
     """Train adapters instead of the weights."""
     vision: VisionConfig | None = None
     """The components that learn in a run that reads images. None: all, or with `data.images: null` text alone."""
-    ema: EmaConfig | None = None
-    """Keep a moving average of the weights, which checkpoints export as well."""
-    cache: Annotated[str, OutputPath()] | None = None
-    """Frozen models only: a directory that keeps log-probs by content. They are computed before training, then the
-    model is unloaded."""
-    candidates: NonNegativeInt = 64
-    """Teachers only: number of most likely tokens per position whose log-probs are returned; 0: all tokens."""
     share_prefix: bool = True
     """Compute the prompt of a group once for all its samples (exact; needs layers that mix tokens by attention only).
     All samples of a group then go to one process. Without it they are distributed singly, unless the loss compares
     them, which balances better if responses are much longer than prompts and differ in length."""
-    rows: Literal["auto", "packed", "padded", "single"] = "auto"
-    """How the sequences of a micro-batch are computed: end to end in one row; below each other, padded on the right; or
-    those of equal length together. `packed` is the fastest and needs layers that mix tokens by attention alone; `auto`
-    takes it where the architecture can, else `padded`. For the modules `fsdp` and `deepspeed`."""
-    attention: Continuable[Literal["auto", "blocks", "flex", "varlen"]] = "auto"
-    """How attention over a packed row is computed, by the modules `fsdp` and `deepspeed`. `varlen`: flash attention
-    (CUDA, 16-bit floats). `flex`: flex attention, compiled (CUDA). `blocks`: scaled_dot_product_attention, a call for
-    each block of spans. `auto`: on CUDA `varlen` where it can, else `flex`; on other devices `blocks`."""
-    updates_per_batch: PositiveInt = 1
-    """Optimizer steps per batch (PPO mini-batches)."""
-    epochs_per_batch: PositiveInt = 1
-    router_aux_loss_coef: NonNegativeFloat = 0.0
-    """Trainers with experts: factor of the loss that balances their load (2101.03961), over all tokens of an update.
-    With several micro-batches it costs a forward of its own, which counts the tokens of each expert."""
-    router_z_loss_coef: NonNegativeFloat = 0.0
-    """Trainers with experts: factor of the loss that keeps the routers' logits small (2202.08906)."""
-    export_experts: Literal["separate", "stacked"] = "separate"
-    """Names of experts in exported checkpoints: one tensor for each, as most published files and engines have them, or
-    one for all (`experts.gate_up_proj`), as transformers 5 has them in memory. transformers reads both."""
-    learns_after: NonNegativeInt = 0
-    """Steps of the run before this model starts to learn (a policy, while its value model warms up)."""
-    optimizer: OptimizerConfig = OptimizerConfig()
-    loss: LossConfig | None = None
-    """This model's own loss; None: the run's."""
     sampling: SamplingConfig = SamplingConfig()
     native: NativeConfig = NativeConfig()
     transformers: TransformersConfig = TransformersConfig()
@@ -321,6 +233,10 @@ class ModelConfig(Section):
     megatron: MegatronCoreConfig = MegatronCoreConfig()
     vllm: dict[str, Any] = {}
     """Options passed to the vLLM engine."""
+
+
+class ModelConfig(TrainerSettings, GeneratorSettings, ScorerSettings, BatchSettings, _CommonSettings):
+    """One model of the run. A setting that no model with its role reads is refused when the run is planned."""
 
     def shares(self, ranks: int) -> list[int]:
         """Compute for a trainer the shard of a batch that each rank processes.
