@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from coalign.cluster.future import BatchRef, Call, Future, Meta, Outcome, merge_columns
+from coalign.cluster.future import BatchRef, Call, Future, Meta, Outcome
 from coalign.cluster.local import LocalReference, LocalStore
 from coalign.cluster.worker import apply_columns, find_module_class, name_of, transform_batches
 from coalign.config.functions import list_columns
@@ -123,7 +123,7 @@ class DryCluster:
     def apply(self, function: Callable[..., Any], *inputs: BatchRef | Batch | Future, **keywords: Any) -> Future:
         """Run the function. Raises ValueError for a missing column."""
         refs = [self.resolve(value) for value in inputs]
-        data, sources = merge_columns([ref.fetch() for ref in refs]), self.sources(refs)
+        data, sources = Batch.merge([ref.fetch() for ref in refs]), self.sources(refs)
         needed, optional = list_columns(function)
         reads = _by_source(sources, [name for name in (*needed, *optional) if name in sources])
         columns, stats = apply_columns(function, data, keywords)
@@ -134,7 +134,7 @@ class DryCluster:
     def join(self, *inputs: BatchRef | Batch | Future) -> Future:
         """Merge the columns of all inputs; each keeps the call that made it."""
         refs = [self.resolve(value) for value in inputs]
-        data = merge_columns([ref.fetch() for ref in refs])
+        data = Batch.merge([ref.fetch() for ref in refs])
         return self.answer(Call(None, "join"), data, {}, {}, [], self.sources(refs), data)
 
     def transform(self, function: Callable[..., Any], *inputs: BatchRef | Batch | Future, **keywords: Any) -> Future:
@@ -247,7 +247,7 @@ class _DryModel:
         if not refs:
             return self.cluster.answer(Call(self.name, method), None, {}, {}, [], {}, None)
         names: list[str] = list(getattr(getattr(find_module_class(self.config), method), "produces", ()))
-        data, sources = merge_columns([ref.fetch() for ref in refs]), self.cluster.sources(refs)
+        data, sources = Batch.merge([ref.fetch() for ref in refs]), self.cluster.sources(refs)
         made = Batch(data.lengths, *_zeros(data, names, per_token=True)) if names else None
         reads = _by_source(sources, list(sources))
         return self.cluster.answer(Call(self.name, method), made, {}, reads, names, {}, data)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coalign.data.batch import Batch
+from coalign.data.batch import Batch, check_same_lengths
 from coalign.types import Max, Stats, Status, Total, merge_stats
 
 ROW_FIELDS = ("group", "work", "status")  # optional columns that the driver keeps, as fields of BatchRef and Meta
@@ -51,27 +51,6 @@ class Store(Protocol):
     def rows(self, ref: Any, rows: np.ndarray) -> Batch:
         """Return the sequences ``rows`` (i64) of a stored batch, in this order."""
         ...
-
-
-def merge_columns(batches: Sequence[Batch]) -> Batch:
-    """Merge the columns of batches of the same sequences; a later column replaces an earlier one of the same name."""
-    base = batches[0]
-    for position, batch in enumerate(batches[1:], start=2):
-        _check_same_sequences(base, batch, position)
-    token, sequence = dict(base.token), dict(base.sequence)
-    for batch in batches[1:]:
-        token = {k: v for k, v in token.items() if k not in batch.sequence} | dict(batch.token)
-        sequence = {k: v for k, v in sequence.items() if k not in batch.token} | dict(batch.sequence)
-    return Batch(base.lengths, token, sequence)
-
-
-def _check_same_sequences(base: Batch | BatchRef, batch: Batch | BatchRef, position: int) -> None:
-    """ValueError if the batch at this ``position`` (from 1) has other lengths than the first one."""
-    if not torch.equal(base.lengths, batch.lengths):
-        raise ValueError(
-            f"batches of one apply must hold the same sequences: the first has {len(base)} with {base.tokens_total} "
-            f"tokens, number {position} has {len(batch)} with {batch.tokens_total}"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +92,12 @@ class _PayloadJoin:
         """Fetch the sequences ``rows`` (i64), in this order."""
         batches = []
         for source in self.sources:
-            used, which = np.unique(source.which[rows], return_inverse=True)  # others may be stored on another node
-            payloads = tuple(source.payloads[number] for number in used) or source.payloads[:1]
+            payloads, which = source.payloads, source.which[rows]
+            if len(payloads) > 1:  # those that no row needs may be stored on another node
+                used, which = np.unique(which, return_inverse=True)
+                payloads = tuple(payloads[number] for number in used) or payloads[:1]
             batches.append(WorkerRows(payloads, which, source.rows[rows]).gather(store))
-        return merge_columns(batches)
+        return Batch.merge(batches)
 
 
 @dataclass(frozen=True)
@@ -178,6 +159,8 @@ class BatchRef:
     def concat(refs: list[BatchRef]) -> BatchRef:
         """Concatenate batches. Empty ones, which may lack columns, are skipped unless all are empty."""
         refs = [ref for ref in refs if len(ref)] or refs[:1]
+        if len(refs) == 1:
+            return refs[0]
         number = {id(payload): payload for ref in refs for payload in ref.payloads}
         at = {key: index for index, key in enumerate(number)}
         fields = {name: [getattr(ref, name) for ref in refs] for name in ROW_FIELDS}
@@ -200,7 +183,7 @@ class BatchRef:
         refs = [*{id(ref): ref for ref in refs}.values()]
         base = refs[0]
         for position, ref in enumerate(refs[1:], start=2):
-            _check_same_sequences(base, ref, position)
+            check_same_lengths(base.lengths, ref.lengths, position)
         if len(refs) == 1:
             return base
         payload = _PayloadJoin(tuple(ref.worker_rows for ref in refs))

@@ -133,11 +133,12 @@ class Worker:
             # A library that copies by itself, such as torch's checkpoints, waits for the current device alone.
             with devices.use_device(arguments[1].device if verb in LOADING else self.context.device):
                 meta, payload = getattr(self, verb)(*arguments)
-            meta = replace(meta, use=self._measure_use(baseline))
+            use = self._measure_use(baseline)
         except BaseException as error:
             return Meta(failure=self._describe_failure(error)), None
         seconds = time.perf_counter() - start
-        return replace(meta, verb=verb, start=clock, seconds=seconds, memory=self._peak_memory()), payload
+        memory = self._peak_memory()
+        return replace(meta, use=use, verb=verb, start=clock, seconds=seconds, memory=memory), payload
 
     def setup(self, config: ModelConfig, context: Context) -> Answer:
         """Build the module and let it load, once this machine has its model."""

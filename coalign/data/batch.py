@@ -58,17 +58,24 @@ class Batch:
         object.__setattr__(self, "sequence", MappingProxyType(dict(self.sequence)))
         if self.lengths.dim() != 1 or bool((self.lengths < 0).any()):
             raise ValueError(f"lengths must be one non-negative number per sequence, not {self.lengths.tolist()}")
-        tokens = self.tokens_total
+        tokens, sequences = self.tokens_total, len(self)
         for name, column in self.token.items():
-            if len(column) != tokens:
-                raise ValueError(f"token column '{name}' has {len(column)} entries; the batch has {tokens} tokens")
+            if (entries := _count(column)) != tokens:
+                raise ValueError(f"token column '{name}' has {entries} entries; the batch has {tokens} tokens")
         for name, column in self.sequence.items():
-            if len(column) != len(self):
-                raise ValueError(
-                    f"sequence column '{name}' has {len(column)} entries; the batch has {len(self)} sequences"
-                )
-        if both := set(self.token) & set(self.sequence):
+            if (entries := _count(column)) != sequences:
+                raise ValueError(f"sequence column '{name}' has {entries} entries; the batch has {sequences} sequences")
+        if both := self.token.keys() & self.sequence.keys():
             raise ValueError(f"columns {sorted(both)} are declared both per token and per sequence")
+
+    @staticmethod
+    def _of_checked(lengths: Tensor, token: Mapping[str, Tensor], sequence: Mapping[str, Column]) -> Batch:
+        """Make a batch of columns that fit by construction; a batch is cut and joined some thirty times in a step."""
+        batch = object.__new__(Batch)
+        object.__setattr__(batch, "lengths", lengths)
+        object.__setattr__(batch, "token", MappingProxyType(token))
+        object.__setattr__(batch, "sequence", MappingProxyType(sequence))
+        return batch
 
     # A mappingproxy cannot be pickled, and cached properties need not travel. A view would be pickled with its whole
     # storage, so a slice would be as large as the batch.
@@ -77,7 +84,7 @@ class Batch:
         return Batch, (_compact(self.lengths), token, {k: _compact(v) for k, v in self.sequence.items()})
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return self.lengths.shape[0]
 
     def __contains__(self, name: str) -> bool:
         return name in self.token or name in self.sequence
@@ -140,14 +147,15 @@ class Batch:
         if name in SEQUENCE_COLUMNS or name.startswith("reward/") or isinstance(column, list):
             return False
         tokens, sequences = self.tokens_total, len(self)
-        if len(column) not in (tokens, sequences):
+        entries = _count(column)
+        if entries not in (tokens, sequences):
             expected = f"expected {tokens} (per token) or {sequences} (per sequence)"
-            raise ValueError(f"column '{name}' has {len(column)} entries; {expected}")
+            raise ValueError(f"column '{name}' has {entries} entries; {expected}")
         if tokens == sequences > 0:
             raise ValueError(
                 f"column '{name}': {tokens} tokens in as many sequences, so its shape does not tell its kind"
             )
-        return len(column) == tokens
+        return entries == tokens
 
     def without(self, *names: str) -> Batch:
         """Return a batch without these columns; names that it does not have are ignored."""
@@ -161,7 +169,7 @@ class Batch:
 
     def _pick(self, names: set[str]) -> Batch:
         token = {k: v for k, v in self.token.items() if k in names}
-        return Batch(self.lengths, token, {k: v for k, v in self.sequence.items() if k in names})
+        return Batch._of_checked(self.lengths, token, {k: v for k, v in self.sequence.items() if k in names})
 
     def select(self, rows: Sequence[int] | Tensor) -> Batch:
         """Return the sequences ``rows``: indices from 0 in any order, or a bool mask [N].
@@ -180,12 +188,12 @@ class Batch:
         if first < 0 or last >= len(self):
             raise IndexError(f"rows {first}..{last} do not lie in a batch of {len(self)} sequences")
         if torch.equal(rows, torch.arange(first, last + 1)):
-            return self.slice(first, last + 1)
+            return self if len(rows) == len(self) else self.slice(first, last + 1)
         lengths = self.lengths[rows]
         # Token t of the result is the old one at: old start of its row, plus its distance from the row's new start.
         shifts = self.offsets[:-1][rows] - (lengths.cumsum(0) - lengths)
         indices = torch.repeat_interleave(shifts, lengths) + torch.arange(int(lengths.sum()))
-        return Batch(
+        return Batch._of_checked(
             lengths,
             {k: v[indices] for k, v in self.token.items()},
             {k: v[rows] if isinstance(v, Tensor) else [v[i] for i in rows.tolist()] for k, v in self.sequence.items()},
@@ -196,7 +204,7 @@ class Batch:
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"rows {start}:{stop} do not lie in a batch of {len(self)} sequences")
         a, b = int(self.offsets[start]), int(self.offsets[stop])
-        return Batch(
+        return Batch._of_checked(
             self.lengths[start:stop],
             {k: v[a:b] for k, v in self.token.items()},
             {k: v[start:stop] for k, v in self.sequence.items()},
@@ -242,11 +250,25 @@ class Batch:
         for batch in batches[1:]:
             if differ := (set(first.token) ^ set(batch.token)) | (set(first.sequence) ^ set(batch.sequence)):
                 raise ValueError(f"cannot concatenate batches: only some of them have the columns {sorted(differ)}")
-        return Batch(
+        return Batch._of_checked(
             torch.cat([b.lengths for b in batches]),
             {k: torch.cat([b.token[k] for b in batches]) for k in first.token},
             {k: _join([b.sequence[k] for b in batches]) for k in first.sequence},
         )
+
+    @staticmethod
+    def merge(batches: Sequence[Batch]) -> Batch:
+        """Merge the columns of batches of the same sequences; a later column replaces an earlier one of the same name.
+
+        ValueError if their lengths differ.
+        """
+        base = batches[0]
+        token, sequence = dict(base.token), dict(base.sequence)
+        for position, batch in enumerate(batches[1:], start=2):
+            check_same_lengths(base.lengths, batch.lengths, position)
+            token = {k: v for k, v in token.items() if k not in batch.sequence} | dict(batch.token)
+            sequence = {k: v for k, v in sequence.items() if k not in batch.token} | dict(batch.sequence)
+        return Batch._of_checked(base.lengths, token, sequence)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield each sequence as a dict of its columns; token columns are views."""
@@ -391,6 +413,20 @@ def _join(columns: Sequence[Column]) -> Column:
     if isinstance(columns[0], Tensor):
         return torch.cat(cast(list[Tensor], list(columns)))
     return [item for column in columns for item in column]
+
+
+def check_same_lengths(first: Tensor, other: Tensor, position: int) -> None:
+    """ValueError if the batch at this ``position`` (from 1) has other lengths i64[N] than the first one."""
+    if not torch.equal(first, other):
+        raise ValueError(
+            f"batches of one apply must hold the same sequences: the first has {len(first)} with {int(first.sum())} "
+            f"tokens, number {position} has {len(other)} with {int(other.sum())}"
+        )
+
+
+def _count(column: Column) -> int:
+    """Count the entries of a column. (``len`` of a tensor asks first whether a tracer records.)"""
+    return column.shape[0] if isinstance(column, Tensor) and column.dim() else len(column)
 
 
 def _compact(column: Column) -> Column:

@@ -6,6 +6,7 @@ A row without the required values raises BadRow with the reason. Nothing is toke
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from coalign.config.schema import DataConfig, SourceConfig
@@ -70,7 +71,8 @@ class RowReader:
         """Add values under our names, by the ``keys`` of the source's configuration, else by CONVENTIONS."""
         values = {ours: _get_nested(row, theirs) for ours, theirs in self._names.items()}
         row = row | {ours: value for ours, value in values.items() if value is not None}
-        row = row | next(filter(None, (_apply_convention(row, names) for names in CONVENTIONS)), {})
+        conventions = _find_conventions(frozenset(key for key, value in row.items() if value is not None))
+        row = row | next(filter(None, (_apply_convention(row, names) for names in conventions)), {})
         if self.images is not None:
             return self.images.read(row)
         refuse_images(row)
@@ -224,11 +226,25 @@ def _read_history(value: Any) -> list[Message]:
 _TURN = ("user", "assistant")
 
 
+@lru_cache(maxsize=256)
+def _find_conventions(keys: frozenset[str]) -> list[dict[str, tuple[str, ...]]]:
+    """Find the conventions that a row with values under these keys may follow: for most rows none, or one."""
+    return [
+        names
+        for names in CONVENTIONS
+        if not keys.intersection(_list_new(names))
+        and all(theirs[0] in keys or theirs[0].partition(".")[0] in keys for theirs in names.values())
+    ]
+
+
+def _list_new(names: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """List our names that a convention gives to columns of other names."""
+    return [ours for ours, theirs in names.items() if theirs != (ours,)]
+
+
 def _apply_convention(row: dict[str, Any], names: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-    """Return a row's values under our names by a convention; empty if the row does not follow it."""
-    new = [ours for ours, theirs in names.items() if theirs != (ours,)]
-    if any(row.get(ours) is not None for ours in new):
-        return {}
+    """Return a row's values under our names by a convention; empty if the row lacks one of its required columns."""
+    new = _list_new(names)
     values = {ours: [_get_nested(row, name) for name in theirs] for ours, theirs in names.items()}
     if any(column_values[0] is None for column_values in values.values()):
         return {}

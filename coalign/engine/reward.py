@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from coalign.algorithms.segments import RewardGroups
-from coalign.cluster.future import BatchRef, Future, merge_columns
+from coalign.cluster.future import BatchRef, Future
 from coalign.config.errors import suggest
 from coalign.config.schema import FUNCTIONS, ModelConfig, RewardConfig, RunConfig
 from coalign.data.batch import Batch
@@ -127,7 +127,7 @@ def combine_rewards(
         lacking = lacking or "no part with weight is for the sources of these rows (reward[].sources)"
         raise RewardError(
             f"none of {int(combined.finished.sum())} samples has a reward; values that are missing: {lacking}"
-            f"{_first_failures(merge_columns([out, *scored]), terms)}"
+            f"{_first_failures(Batch.merge([out, *scored]), terms)}"
         )
     columns = {into: torch.full((len(out),), float("nan"))}
     columns |= {f"{into}/{term.name}": values for term, values in zip(terms, combined.values, strict=True)}
@@ -235,7 +235,7 @@ class _CombinedRewards:
 
     @staticmethod
     def of(out: Batch, scored: Sequence[Batch], terms: Sequence[_RewardTerm]) -> _CombinedRewards:
-        columns = merge_columns([out, *scored])
+        columns = Batch.merge([out, *scored])
         finished = is_finished(out["status"])
         values = torch.stack([columns[f"reward/{term.name}"].float() for term in terms])
         applies = torch.ones(values.shape, dtype=torch.bool)  # also for a row without a source

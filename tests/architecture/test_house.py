@@ -19,12 +19,12 @@ from tests.architecture.test_imports import COMPANION_FILES, FILES, PACKAGE, nam
 # Lines that a room may have. A change that needs more moves or removes something, or raises the budget and says why.
 BUDGETS = {
     "algorithms": 2_515,
-    "backends": 9_980,
+    "backends": 9_985,
     "checkpoint": 1_260,
     "cli": 495,
-    "cluster": 6_660,
+    "cluster": 6_640,
     "config": 3_380,
-    "data": 5_815,
+    "data": 5_870,
     "engine": 5_005,
     "environments": 1_655,
     "launch": 1_630,
@@ -37,7 +37,7 @@ BUDGETS = {
     "weights": 2_035,
     "": 2_845,  # modules beside the rooms
 }
-CORE_FILES, CORE_LINES = 290, 48_130
+CORE_FILES, CORE_LINES = 290, 48_170
 # Words that stand for a noun in a name: `found` for the nodes that were found.
 FILLERS = {
     *("found", "part", "parts", "each", "own", "kind", "kinds", "place", "places", "whole", "late", "begun", "most"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from coalign.cluster.future import BatchRef, WorkerRows, _PayloadJoin, merge_columns
+from coalign.cluster.future import BatchRef, WorkerRows, _PayloadJoin
 from coalign.cluster.worker import Worker, apply_columns
 from coalign.data.batch import Batch
 from coalign.types import Stat, Status, Total
@@ -79,7 +79,7 @@ def test_optional_columns_and_derived_ones(prompts):
             "centre needs the column 'reward', which nobody produced; there are: group, rows, tokens",
         ),
         (
-            lambda prompts: merge_columns([prompts, prompts.slice(0, 3)]),
+            lambda prompts: Batch.merge([prompts, prompts.slice(0, 3)]),
             "same sequences: the first has 7 with 22 tokens, number 2 has 3 with 8",
         ),
         (
@@ -96,9 +96,9 @@ def test_what_does_not_fit_is_refused_by_name(prompts, ask, message):
 
 
 def test_a_later_column_replaces_an_earlier_one(prompts):
-    merged = merge_columns([prompts, Batch(prompts.lengths).with_(tokens=prompts["tokens"] * 0)])
+    merged = Batch.merge([prompts, Batch(prompts.lengths).with_(tokens=prompts["tokens"] * 0)])
     assert not merged["tokens"].any() and "group" in merged
-    merged = merge_columns([prompts.with_(mark=torch.zeros(22)), Batch(prompts.lengths).with_(mark=torch.ones(7))])
+    merged = Batch.merge([prompts.with_(mark=torch.zeros(22)), Batch(prompts.lengths).with_(mark=torch.ones(7))])
     assert "mark" not in merged.token and merged["mark"].tolist() == [1.0] * 7  # a column of sequences now
 
 
@@ -135,7 +135,7 @@ def test_a_join_stores_nothing_and_waits_for_no_worker(cluster, prompts, monkeyp
     monkeypatch.setattr(cluster, "_function_worker", lambda: pytest.fail("a worker was called"))
     out = cluster.join(given, scores).result()
     assert stored_payloads(out) == [*given.payloads, *scores.payloads]
-    expected = merge_columns([prompts, scores.fetch()])
+    expected = Batch.merge([prompts, scores.fetch()])
     assert equal(out.fetch(), expected)
     assert cluster.join(given).result() is given
 
@@ -146,7 +146,7 @@ def test_rows_of_a_join_are_those_of_its_columns(cluster, prompts):
     join = BatchRef.join([base, scores.select(torch.tensor([3, 4, 5, 6, 0, 1, 2]))])
     join = BatchRef.join([join, cluster.put(Batch(join.lengths).with_(mark=torch.arange(7)))])  # a join of a join
     rows = torch.tensor([6, 0, 3, 1])
-    expected = merge_columns([prompts, scores.fetch()]).select([3, 4, 5, 6, 0, 1, 2]).with_(mark=torch.arange(7))
+    expected = Batch.merge([prompts, scores.fetch()]).select([3, 4, 5, 6, 0, 1, 2]).with_(mark=torch.arange(7))
     assert equal(join.fetch(), expected)
     assert equal(join.select(rows).fetch(), expected.select(rows))
     assert len(join.slice(0, 0).fetch()) == 0 and "mark" in join.slice(0, 0).fetch()

@@ -24,7 +24,7 @@ def test_a_ray_that_asks_for_a_token_is_taken(version):
 
 
 def test_an_old_ray_ends_a_run_before_it_is_imported(monkeypatch):
-    from coalign.cluster import cluster as base
+    from coalign.cluster import choice as base
     from coalign.cluster.ray import space
     from coalign.config.schema import RunConfig, RuntimeConfig
 

@@ -280,18 +280,21 @@ def plan_requests(
     images = samples.get("images") or [()] * len(samples)
     rows = (samples["status"] == Status.PARTIAL).nonzero().flatten().tolist()
     requests: list[Request] = []
+    counts: list[int] = []  # samples of each request
+    shared = None  # what the samples of the last request have in common; None if it continues a response
     for row in rows:
         prompt = tokens[offsets[row] : offsets[row + 1]]
         generated = len(prompt) - prompt_lengths[row]
+        terms = (prompt, groups[row], limits[row], origins[row], images[row])
+        if not generated and terms == shared and requests[-1].first + counts[-1] == indices[row]:
+            counts[-1] += 1
+            continue
         more = {"origin": origins[row], "images": images[row]}
-        request = Request(prompt, groups[row], 1, indices[row], generated, limits[row] - generated, pause, **more)
-        last = requests[-1] if requests and not generated else None
-        follows = last is not None and last.first + last.samples == request.first
-        if last is not None and follows and replace(last, samples=1) == replace(request, first=last.first):
-            requests[-1] = replace(last, samples=last.samples + 1)
-        else:
-            requests.append(request)
-    return rows, requests
+        limit = limits[row] - generated
+        requests.append(Request(prompt, groups[row], 1, indices[row], generated, limit, pause, **more))
+        counts.append(1)
+        shared = None if generated else terms
+    return rows, [replace(request, samples=count) for request, count in zip(requests, counts, strict=True)]
 
 
 def extend_samples(

@@ -152,7 +152,8 @@ class RolloutModule(Module):
         """Return the samples to compute, and how they are sampled."""
         count = self.context.samples_per_prompt if samples is None else samples
         unfinished = prompts if "index" in prompts else begin_samples(prompts, count)
-        return unfinished, SamplingConfig(**{**self.config.sampling.model_dump(), **overrides})
+        sampling = self.config.sampling
+        return unfinished, SamplingConfig(**{**sampling.model_dump(), **overrides}) if overrides else sampling
 
     def _begin(
         self,
