@@ -11,7 +11,7 @@ import pytest
 from coalign.engine.hooks.goodput import CAUSES, Goodput
 from coalign.engine.hooks.run_folder import RunFolder, StepLog, flatten_stats
 from coalign.types import Stat, Total
-from tests.runs import metrics, run, run_in_two_parts, settings
+from tests.runs import metrics, run, settings
 
 
 class Run:
@@ -163,12 +163,3 @@ def test_a_run_reports_where_its_time_went(tmp_path, capsys):
     assert lines[0]["time/run"] < last["time/run"] <= whole
     out = capsys.readouterr().out
     assert "went into tokens that were trained on" in out and "waiting for rollouts" in out
-
-
-def test_a_run_in_two_parts_goes_on_counting(tmp_path):
-    config = run_in_two_parts(settings(tmp_path, "sft", steps=4))
-    lines = {line["step"]: line for line in metrics(config) if "time/step" in line}
-    seconds = {step: line["goodput/start"] * line["time/run"] for step, line in lines.items()}
-    assert seconds[1] == pytest.approx(seconds[2]) and seconds[3] > seconds[2] + 0.01  # it started twice
-    assert lines[3]["time/run"] > lines[2]["time/run"]
-    assert lines[4]["goodput/redone"] == 0.0

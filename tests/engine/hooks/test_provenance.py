@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,11 +24,19 @@ def begun(tmp_path, caplog):
     return config
 
 
-def test_changed_settings_are_refused_until_they_are_allowed(begun, caplog):
+@contextmanager
+def no_models():
+    """A run that starts models fails."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("coalign.launch.run.start_cluster", lambda *_: pytest.fail("models are started"))
+        yield
+
+
+def test_changed_settings_are_refused_before_models_load_until_they_are_allowed(begun, caplog):
     before = (Path(begun["output"]) / "config.yaml").read_text()
     begun["models"]["trainer"]["optimizer"]["lr"] = 1e-3
     begun["runtime"] |= {"prompts_per_step": 3, "keep": 5}
-    with pytest.raises(ValueError, match="holds a run with other settings") as refused:
+    with no_models(), pytest.raises(ValueError, match="holds a run with other settings") as refused:
         run(begun)
     said = str(refused.value)
     assert said.splitlines()[1:3] == [
@@ -56,24 +65,9 @@ def test_a_setting_that_the_checkpoint_did_not_know_counts_as_its_default(begun,
         made.compare(record)
 
 
-@pytest.fixture
-def no_models(monkeypatch):
-    """Makes a run fail that starts models."""
-
-    def start(*_):
-        raise AssertionError("models are started")
-
-    monkeypatch.setattr("coalign.launch.run.start_cluster", start)
-
-
-def test_changed_settings_are_refused_before_models_load(begun, no_models):
-    begun["models"]["trainer"]["optimizer"]["lr"] = 1e-3
-    with pytest.raises(ValueError, match="holds a run with other settings"):
-        run(begun)
-
-
-def test_a_finished_run_says_so_and_loads_no_models(begun, caplog, no_models):
-    assert run(begun, "runtime.steps=2", "models.trainer.max_tokens_per_micro=128") == 0
+def test_a_finished_run_says_so_and_loads_no_models(begun, caplog):
+    with no_models():
+        assert run(begun, "runtime.steps=2", "models.trainer.max_tokens_per_micro=128") == 0
     assert "this run is finished" in caplog.text and "step 2 of 2" in caplog.text and "`runtime.steps`" in caplog.text
 
 
