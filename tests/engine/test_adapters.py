@@ -48,7 +48,7 @@ def test_on_ray_only_what_changes_travels_after_the_first_time(tmp_path):
     assert {m["sync/bytes"] for m in runs.metrics(config) if "sync/bytes" in m} == {changing}
 
 
-def test_a_checkpoint_holds_the_adapter_alone_too_and_a_stopped_run_ends_with_the_same_weights(tmp_path):
+def test_a_checkpoint_holds_the_adapter_alone_too_and_a_stopped_run_ends_with_the_same_weights_and_averages(tmp_path):
     import peft
 
     whole = adapted(tmp_path, "sft", save_every=2, eval_at_start=False)
@@ -62,6 +62,8 @@ def test_a_checkpoint_holds_the_adapter_alone_too_and_a_stopped_run_ends_with_th
     assert "adapter/adapter_model.safetensors" in (directory / "manifest.json").read_text()
     resumed = runs.run_in_two_parts(whole)
     assert runs.weights_hash(resumed, 4) == runs.weights_hash(whole, 4) != runs.weights_hash(whole, 2)
+    averages = merged(resumed, 4, "hf_ema"), merged(whole, 4, "hf_ema")
+    assert all(torch.equal(averages[0][name], tensor) for name, tensor in averages[1].items())
 
 
 def test_ppo_with_adapters_on_both_models(tmp_path):

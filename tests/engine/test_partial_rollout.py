@@ -114,16 +114,6 @@ def test_a_run_cut_in_the_middle_of_responses_goes_on_bit_for_bit(tmp_path, roll
     assert_resumes_bit_for_bit(partial(tmp_path, rollout=rollout, steps=4))
 
 
-def test_one_version_of_the_weights_gives_what_an_uncut_call_gives(tmp_path, monkeypatch):
-    whole, cut = Watched(monkeypatch), None
-    run(partial(tmp_path / "a", rollout={}, steps=1))
-    monkeypatch.undo()
-    cut = Watched(monkeypatch)
-    run(partial(tmp_path / "b", rollout={"round_tokens": 3}, steps=1))
-    assert cut.trained and all(whole.trained.get(k, cut.trained[k]) == cut.trained[k] for k in cut.trained)
-    assert len(set(whole.trained) & set(cut.trained)) > 0
-
-
 def test_what_belongs_to_a_group_is_asked_for_by_what_came_out(tmp_path):
     """ReMax: a group that ends two rollouts later still finds the greedy response to its prompt."""
     rollout = {"round_tokens": 6}

@@ -290,26 +290,15 @@ def test_check_shows_the_composition(home, capsys):
         assert part in shown
 
 
-def test_the_example(tmp_path, monkeypatch, capsys):
+def test_the_example_fits(tmp_path, monkeypatch, capsys):
     two_judges(tmp_path)
     for name, value in {"GSM8K": "", "MODEL": "model", "VERIFIER": "kind", "HELPFUL": "terse"}.items():
         monkeypatch.setenv(name, str(tmp_path / value))
     for split in ("train", "test"):
         (tmp_path / f"gsm8k_{split}.jsonl").write_text('{"question": "1+1=", "answer": "#### 2"}\n' * 4)
-    file = str(ROOT / "examples" / "gsm8k_two_rewards.yaml")
-    check(load_config(file), Display())
+    check(load_config(str(ROOT / "examples" / "gsm8k_two_rewards.yaml")), Display())
     shown = capsys.readouterr().out
     assert "+0.5 × helpful: model helpful (reads text" in shown and "no problem found" in shown
-    small = ["steps=2", "prompts_per_step=2", "samples_per_prompt=2", "eval_every=2", "threads=1", "cluster=local"]
-    changes = [f"output={tmp_path / 'run'}", "models.policy.sampling.max_new_tokens=8"]
-    assert run(file, *[f"runtime.{change}" for change in small], *changes) == 0
-    lines = metrics({"output": tmp_path / "run"})
-    trained = [line for line in lines if "loss/value" in line]
-    assert len(trained) == 2 and all(line["samples/count"] == 4 for line in trained)
-    assert all(
-        math.isfinite(line[f"reward/{name}/mean"]) for line in trained for name in ("math", "verifier", "helpful")
-    )
-    assert any("eval/mean" in line for line in lines)
 
 
 # ---- whole runs
@@ -324,7 +313,7 @@ def test_a_run_with_two_models_and_a_function(tmp_path):
         for name in ("digits", "kind", "terse"):
             assert math.isfinite(line[f"reward/{name}/mean"]) and line[f"reward/{name}/std"] >= 0
         assert line["reward/terse/cut"] == 0
-    (evaluated,) = [line for line in metrics(config) if "eval/mean" in line][-1:]
+    evaluated = [line for line in metrics(config) if "eval/mean" in line][-1]
     parts = [evaluated[f"eval/reward/{name}/mean"] for name in ("digits", "kind", "terse")]
     assert evaluated["eval/mean"] == pytest.approx(2.0 * parts[0] + parts[1] + 0.5 * parts[2], abs=1e-5)
     first = samples(config)[0]

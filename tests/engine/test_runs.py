@@ -88,9 +88,8 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     run(config)
     config["models"]["trainer"]["load"] = str(other_model(tmp_path / "other", hidden=48, layers=1))
     config["runtime"]["steps"] = 4
-    with pytest.raises(
-        Exception, match=r"step_2/models/trainer is of another model or optimizer: .* is \(320, 32\) there"
-    ):
+    message = r"step_2/models/trainer is of another model or optimizer: .* is \(320, 32\) there"
+    with pytest.raises(Exception, match=message):
         run(config, "runtime.allow_changed=models")
 
 
@@ -135,12 +134,6 @@ def test_the_best_checkpoint_is_kept(tmp_path):
     assert model.resolve() == (Path(config["output"]) / "checkpoints" / f"step_{best}" / "hf").resolve()
 
 
-def test_a_missing_column_is_named(tmp_path):
-    config = settings(tmp_path, "grpo") | {"advantage": {"fn": "gae"}}
-    with pytest.raises(Exception, match=r"gae needs the column '(token_rewards|values)', which nobody produced"):
-        run(config)
-
-
 def test_a_reward_model_instead_of_a_function(tmp_path):
     config = settings(tmp_path, "ppo", steps=2, eval_at_start=False)
     config.pop("reward")
@@ -153,21 +146,11 @@ def test_a_reward_model_instead_of_a_function(tmp_path):
     assert [line["reward/mean"] for line in metrics(config)] == [0.0, 0.0]  # a head of zeros
 
 
-def test_check_draws_the_flow_and_loads_nothing(tmp_path, capsys):
+def test_check_loads_no_weights(tmp_path, capsys):
     config = settings(tmp_path, "ppo")
-    examine(load_config(config), Display())
-    shown = capsys.readouterr().out
-    for part in (
-        "policy.generate",
-        "shape_reward",
-        "gae",
-        "value.train_step",
-        "advantages, returns",
-        "no problem found",
-    ):
-        assert part in shown
     (tmp_path / "model" / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")  # a header, and no weights
     examine(load_config(config), Display())
+    assert "no problem found" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

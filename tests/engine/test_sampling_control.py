@@ -5,17 +5,8 @@ import pytest
 from tests.runs import metrics, run, run_in_two_parts, samples, settings, weights_hash
 
 
-def even(group):
-    """A filter of one's own."""
-    return group % 2 == 0
-
-
 def not_a_mask(group):
     return group
-
-
-def newest_only(*batches, twice: bool = False):
-    return batches[-1]
 
 
 def nothing(*batches):
@@ -56,13 +47,6 @@ def test_a_step_trains_on_as_many_groups_as_it_would_without_the_filter(tmp_path
     trained = [s["group"] for s in samples(config)]
     assert len(trained) == 48 and all(group % 2 for group in trained)
     assert all(trained.count(group) == 4 for group in trained)  # whole, and once
-
-
-def test_a_function_of_ones_own_is_a_filter(tmp_path):
-    config = online(tmp_path, steps=2, log_samples=16)
-    config |= {"filter": {"fn": "tests.engine.test_sampling_control:even"}}
-    run(config)
-    assert all(s["group"] % 2 == 0 for s in samples(config))
 
 
 def test_what_a_filter_returns_is_named(tmp_path):
@@ -129,13 +113,10 @@ def test_a_run_with_a_state_of_its_samples_goes_on_bit_for_bit(tmp_path, names):
         assert sum(line["curriculum/passed_over"] for line in metrics(config)) > 0
 
 
-def test_a_function_of_ones_own_chooses_what_is_replayed(tmp_path):
-    config = online(tmp_path, steps=2)
-    config |= {"replay": {"fn": "tests.engine.test_sampling_control:newest_only", "steps": 1}}
-    run(config)
-    assert [line["samples/count"] for line in metrics(config)] == [16, 16]
+def test_a_replay_without_samples_is_refused(tmp_path):
+    replay = {"fn": "tests.engine.test_sampling_control:nothing"}
     with pytest.raises(RuntimeError, match=r"step 1: replay.fn returned no samples"):
-        run(config | {"output": str(tmp_path / "none"), "replay": {"fn": "tests.engine.test_sampling_control:nothing"}})
+        run(online(tmp_path, steps=2) | {"replay": replay})
 
 
 def test_a_run_with_a_curriculum_passes_over_what_is_solved(tmp_path):
