@@ -215,6 +215,15 @@ def show_check(config: Any, *overrides: str) -> str:
     return screen.getvalue()
 
 
+def trace_calls(config: dict[str, Any]) -> dict[str, Any]:
+    """The calls of a run's flows on stand-ins, by their labels."""
+    from coalign import load_config
+    from coalign.launch.plan import prepare
+    from coalign.launch.trace import trace
+
+    return {call.label: call for call in trace(prepare(load_config(config))).calls}
+
+
 def weights_hash(config: dict[str, Any], step: int) -> str:
     """SHA-256 of the weights that a run's checkpoint holds."""
     file = Path(config["output"]) / "checkpoints" / f"step_{step}" / "hf" / "model.safetensors"

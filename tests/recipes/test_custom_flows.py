@@ -191,11 +191,9 @@ def test_the_loss_of_ones_own_subclass_of_a_backend_is_tried(tmp_path):
     config = settings(tmp_path, "sft", steps=1)
     config["models"]["trainer"]["module"] = "tests.backends.test_fsdp:Watched"
     config["loss"] = {"fn": "policy_gradient"}
-    loaded = load_config(config)
-    with pytest.raises(
-        ValueError, match=r"models\.trainer: the loss `policy_gradient` fails on what the flow gives it"
-    ):
-        examine(loaded, Display())
+    message = r"models\.trainer: the loss `policy_gradient` fails on what the flow gives it"
+    with pytest.raises(ValueError, match=message):
+        examine(load_config(config), Display())
 
 
 def samples(group, reward, at=0):

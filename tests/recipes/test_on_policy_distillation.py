@@ -11,9 +11,8 @@ import torch
 from coalign import evaluate, load_config
 from coalign.data.batch import Batch
 from coalign.launch.plan import prepare
-from coalign.launch.trace import trace
 from coalign.recipes.distillation import _assign_teachers, _merge_teachers, _select_for_teacher
-from tests.runs import metrics, other_model, run, settings, weights_hash
+from tests.runs import metrics, other_model, run, settings, trace_calls, weights_hash
 from tests.tiny import tiny_tokenizer
 
 GKD = {"fn": "distillation", "divergence": "jsd", "jsd_beta": 0.5}
@@ -38,15 +37,10 @@ def taught(tmp_path_factory):
     return f"{config['output']}/model"
 
 
-def calls(config):
-    checked = load_config(config)
-    return {call.label: call for call in trace(prepare(checked)).calls}
-
-
 def test_the_teacher_is_asked_for_what_the_loss_reads(tmp_path):
     config = configuration(tmp_path)
-    assert "teacher.forward_step" in calls(config) and "teacher.top_logprobs" not in calls(config)
-    top = calls(config | {"loss": GKD})
+    assert "teacher.forward_step" in trace_calls(config) and "teacher.top_logprobs" not in trace_calls(config)
+    top = trace_calls(config | {"loss": GKD})
     assert "teacher.top_logprobs" in top and "reverse_kl" not in top
     assert "teacher_logprobs" in top["trainer.train_step"].reads["teacher.top_logprobs"]
 
@@ -109,7 +103,7 @@ def with_teachers(directory, taught, rows):
 def test_each_row_has_its_own_teacher(tmp_path, taught, loss):
     (tmp_path / "one").mkdir()
     config = with_teachers(tmp_path / "one", taught, ["sums", None]) | {"loss": loss}
-    assert {"teacher.forward_step", "teacher_sums.forward_step"} & {*calls(config)} or loss == GKD
+    assert {"teacher.forward_step", "teacher_sums.forward_step"} & {*trace_calls(config)} or loss == GKD
     run(config)
     both = metrics(config)[-1]
     if loss == "policy_gradient":
@@ -147,25 +141,24 @@ def test_the_teachers_of_rows_worked_by_hand():
         _assign_teachers(batch.with_(rows=[{"teacher": "c"}] * 3), names)
 
 
-def test_bad_teachers_are_named(tmp_path):
-    config = configuration(tmp_path)
-    teacher = config["models"]["teacher"]
-    for changes, message in (
-        ({"frozen": False}, r"models\.teacher_a\.frozen is false, and a teacher does not learn"),
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("teacher_a", {"frozen": False}, r"models\.teacher_a\.frozen is false, and a teacher does not learn"),
         (
+            "teacher_a",
             {"sampling": {"temperature": 0.5}},
-            r"models\.teacher_a\.sampling\.temperature is 0\.5, that of models\.policy",
+            r"teacher_a\.sampling\.temperature is 0\.5, that of models\.pol",
         ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            prepare(
-                load_config(config | {"models": config["models"] | {"teacher_a": {"frozen": True} | teacher | changes}})
-            )
-    other = {"models": config["models"] | {"teacher_a": {"frozen": True} | teacher | {"candidates": 3}}, "loss": GKD}
-    with pytest.raises(ValueError, match=r"models\.teacher_a\.candidates is 3, that of models\.teacher 8"):
-        prepare(load_config(config | other))
-    with pytest.raises(ValueError, match=r"`on_policy_distillation` has no such model; did you mean 'teacher'"):
-        prepare(load_config(config | {"models": config["models"] | {"teachr": teacher}}))
+        ("teacher_a", {"candidates": 3}, r"models\.teacher_a\.candidates is 3, that of models\.teacher 8"),
+        ("teachr", {}, r"`on_policy_distillation` has no such model; did you mean 'teacher'"),
+    ],
+)
+def test_bad_teachers_are_named(tmp_path, name, changes, message):
+    config = configuration(tmp_path) | ({"loss": GKD} if "candidates" in changes else {})
+    config["models"][name] = {"frozen": True} | config["models"]["teacher"] | changes
+    with pytest.raises(ValueError, match=message):
+        prepare(load_config(config))
 
 
 def test_they_are_there_in_evaluation(tmp_path, taught):

@@ -41,10 +41,6 @@ def home(tmp_path_factory):
     return tmp_path_factory.mktemp("online")
 
 
-def configured(config, *overrides):
-    return load_config(config, overrides)
-
-
 def ending(directory, algorithm, **runtime):
     config = settings(directory, algorithm, **{"eval_at_start": False} | runtime)
     config["models"]["policy"]["sampling"] |= {"stop": ENDS}
@@ -53,7 +49,7 @@ def ending(directory, algorithm, **runtime):
 
 def drawn(config, capsys, *overrides):
     capsys.readouterr()
-    check(configured(config, *overrides), Display())
+    check(load_config(config, overrides), Display())
     return capsys.readouterr().out
 
 
@@ -73,36 +69,36 @@ def test_check_draws_the_flow(home, algorithm, capsys):
 def test_the_divergence_is_charged_in_the_loss_alone(home, algorithm):
     config = settings(home, algorithm)
     with pytest.raises(ValueError, match=rf"kl: in `{algorithm}` the divergence .* set loss\.kl_coef"):
-        prepare(configured(config, "kl.fn=FixedKL", "kl.coef=0.1"))
-    assert "reference" in prepare(configured(config, "loss.kl_coef=0.1")).models
-    assert "reference" not in prepare(configured(config, "loss.kl_coef=0")).models
+        prepare(load_config(config, ["kl.fn=FixedKL", "kl.coef=0.1"]))
+    assert "reference" in prepare(load_config(config, ["loss.kl_coef=0.1"])).models
+    assert "reference" not in prepare(load_config(config, ["loss.kl_coef=0"])).models
 
 
 @pytest.mark.parametrize("algorithm", IN_REWARD)
 def test_the_divergence_is_charged_in_the_reward_alone(home, algorithm):
     config = settings(home, algorithm)
     with pytest.raises(ValueError, match=rf"loss\.kl_coef: in `{algorithm}` .* charged twice"):
-        prepare(configured(config, "loss.kl_coef=0.1"))
-    assert "reference" in prepare(configured(config)).models
+        prepare(load_config(config, ["loss.kl_coef=0.1"]))
+    assert "reference" in prepare(load_config(config)).models
     for none in ("kl.coef=0", "kl.coef=0.0", "kl=null"):
-        assert "reference" not in prepare(configured(config, none)).models
+        assert "reference" not in prepare(load_config(config, [none])).models
 
 
 @pytest.mark.parametrize("algorithm", [name for name in (*IN_LOSS, "rloo") if name != "topr"])
 def test_a_group_of_one_is_refused(home, algorithm):
     config = settings(home, algorithm, samples_per_prompt=1)
     with pytest.raises(ValueError, match=rf"samples_per_prompt is 1: `{algorithm}` compares.*use 2 or more"):
-        prepare(configured(config))
+        prepare(load_config(config))
 
 
 def test_the_constant_of_dr_grpo_is_the_longest_response(tmp_path):
     config = settings(tmp_path, "dr_grpo")
     config["models"]["policy"].pop("sampling")
-    assert configured(config).loss.constant_length == 256
-    assert configured(config, "models.policy.sampling.max_new_tokens=77").loss.constant_length == 77
-    assert configured(config, "loss.constant_length=5").loss.constant_length == 5
+    assert load_config(config).loss.constant_length == 256
+    assert load_config(config, ["models.policy.sampling.max_new_tokens=77"]).loss.constant_length == 77
+    assert load_config(config, ["loss.constant_length=5"]).loss.constant_length == 5
     with pytest.raises(ConfigError, match=r"constant_length.*has no effect with aggregation `token_mean`"):
-        configured(config, "loss.aggregation=token_mean")
+        load_config(config, ["loss.aggregation=token_mean"])
 
 
 def test_responses_that_were_cut_are_not_trained_on_in_dapo(tmp_path):

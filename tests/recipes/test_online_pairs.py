@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from coalign import load_config
 from coalign.backends.base import TrainableModule
 from coalign.engine.hooks.guards import UNHEALTHY
-from coalign.launch.plan import prepare
-from coalign.launch.trace import trace
-from tests.runs import metrics, run, settings, weights_hash
+from tests.runs import metrics, run, settings, trace_calls, weights_hash
 
 
 def configuration(directory, **runtime):
@@ -18,14 +15,9 @@ def configuration(directory, **runtime):
     return config
 
 
-def flow(config):
-    checked = load_config(config)
-    return {call.label: call for call in trace(prepare(checked)).calls}
-
-
 def test_the_reference_scores_what_is_compared(tmp_path):
     config = configuration(tmp_path)
-    calls = flow(config)
+    calls = trace_calls(config)
     assert set(calls["reference.forward_step"].reads) == {"compared"}
     assert "preference" in calls["trainer.train_step"].reads["compared"]
     run(config)
@@ -113,10 +105,3 @@ def test_the_trainer_computes_no_anchor(tmp_path, monkeypatch):
     config["models"]["trainer"]["updates_per_batch"] = 2
     run(config)
     assert asked == [("reference", None)]
-
-
-def test_pairs_are_made_while_the_trainer_trains(tmp_path):
-    config = configuration(tmp_path, steps=5, max_staleness=2)
-    run(config)
-    ages = [line["samples/staleness_max"] for line in metrics(config)]
-    assert all(age <= min(step, 2) for step, age in enumerate(ages)) and max(ages) > 0

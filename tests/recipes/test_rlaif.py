@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coalign import load_config
-from coalign.launch.plan import prepare
-from coalign.launch.trace import trace
-from tests.runs import metrics, other_model, run, settings
-
-DIGITS = {"fn": "tests.digits:digits", "weight": 0.0}
+from tests.runs import metrics, other_model, run, settings, trace_calls
 
 
 def configuration(directory, algorithm="rlaif", judge="pointwise", **runtime):
@@ -17,13 +12,9 @@ def configuration(directory, algorithm="rlaif", judge="pointwise", **runtime):
     config = settings(directory, algorithm, **{"steps": 2, "eval_at_start": False} | runtime)
     config["data"].pop("eval")
     own = other_model(directory / "judge", seed=3, initializer_range=0.3)
-    config["reward"] = [{"model": "judge"}, DIGITS]
-    config["models"]["judge"] = {
-        "load": str(own),
-        "chat_template": "auto",
-        "module": "tests.judges:DigitJudge",
-        "judge": judge if isinstance(judge, dict) else {"fn": judge},
-    }
+    config["reward"] = [{"model": "judge"}, {"fn": "tests.digits:digits", "weight": 0.0}]
+    config["models"]["judge"] = {"load": str(own), "chat_template": "auto", "judge": {"fn": judge}}
+    config["models"]["judge"] |= {"module": "tests.judges:DigitJudge"}
     return config
 
 
@@ -55,9 +46,8 @@ def test_a_real_model_judges(tmp_path):
         "judge": {"fn": "pointwise", "template": "{response}", "pattern": r"never(\d)"},
         "sampling": {"max_new_tokens": 4},
     }
-    with pytest.raises(
-        Exception, match=r"none of 16 samples has a reward; .* judge 16; .judge. first on group 0, row 0: unreadable"
-    ):
+    message = r"none of 16 samples has a reward; .* judge 16; .judge. first on group 0, row 0: unreadable"
+    with pytest.raises(Exception, match=message):
         run(config)
     config["models"]["judge"] |= {
         "module": "preference",
@@ -71,26 +61,7 @@ def test_a_real_model_judges(tmp_path):
 def test_check_asks_the_judge(tmp_path):
     config = configuration(tmp_path)
     config["models"]["judge"]["module"] = "judge"
-    checked = load_config(config)
-    calls = {call.label: call for call in trace(prepare(checked)).calls}
-    assert calls["judge.forward_step"].makes == ("reward/judge", "status")
+    assert trace_calls(config)["judge.forward_step"].makes == ("reward/judge", "status")
     config["models"]["judge"]["judge"] = {"fn": "pairwise", "oponents": 1}
-    checked = load_config(config)
     with pytest.raises(ValueError, match=r"models.judge.judge.oponents: unknown argument.*did you mean 'opponents'"):
-        trace(prepare(checked))
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "judge"),
-    [
-        ("online_dpo", "pairwise"),
-        pytest.param("rlaif", "pointwise", marks=pytest.mark.slow),
-        pytest.param("rlaif", "pairwise", marks=pytest.mark.slow),
-    ],
-)
-def test_the_policy_learns_what_the_judge_likes(tmp_path, algorithm, judge):
-    config = configuration(tmp_path, algorithm, judge, steps=10, prompts_per_step=8, samples_per_prompt=6)
-    config["models"]["trainer"]["optimizer"] = {"lr": 2e-2}
-    run(config)
-    liked = [line["reward/digits/mean"] for line in metrics(config)]
-    assert sum(liked[-3:]) > 2 * sum(liked[:3])
+        trace_calls(config)
