@@ -16,7 +16,7 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 @cache
-def byte_level(special: tuple[str, ...] = SPECIAL, merges: tuple[tuple[str, str], ...] = ()) -> str:
+def _byte_level(special: tuple[str, ...] = SPECIAL, merges: tuple[tuple[str, str], ...] = ()) -> str:
     """A tokenizer of bytes (ids 0..255 in the GPT-2 alphabet's order), merged pairs and special tokens, as JSON."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -44,7 +44,7 @@ def tiny_tokenizer(
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(byte_level(merges=merges)), **{"eos_token": "<|im_end|>"} | special
+        tokenizer_object=Tokenizer.from_str(_byte_level(merges=merges)), **{"eos_token": "<|im_end|>"} | special
     )
     tokenizer.chat_template = chat_template
     if dir is not None:

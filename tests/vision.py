@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.tiny import byte_level
+from tests.tiny import _byte_level
 
 SPECIAL = [
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"),
@@ -56,7 +56,7 @@ def tokenizer(family: str) -> Any:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    made = Tokenizer.from_str(byte_level(tuple(SPECIAL)))
+    made = Tokenizer.from_str(_byte_level(tuple(SPECIAL)))
     if family == "gemma3":  # vLLM asks its tokenizer for these
         made.add_tokens(["\n" * count for count in range(1, 5)])
     fast = PreTrainedTokenizerFast(
