@@ -10,7 +10,7 @@ from coalign.config.schema.rollout import RolloutConfig
 from coalign.data.batch import Batch
 from coalign.engine.rollouts.selection import add_budgets
 from tests.engine.test_partial_rollout import Watched, partial
-from tests.runs import metrics, run, settings
+from tests.runs import run, run_to_end, settings
 
 
 def prompts(*rows):
@@ -74,7 +74,6 @@ def test_a_run_keeps_to_the_budget_of_its_groups(tmp_path):
     rollout = {"group_tokens": 14, "round_tokens": 2}
     config = settings(tmp_path, "grpo", steps=2, eval_at_start=False) | {"rollout": rollout}
     config["data"].pop("eval")
-    run(config)
-    for line in metrics(config):
+    for line in run_to_end(config):
         assert line["tokens/response_max"] == 3 and line["samples/count"] == 16  # 14 // 4 of at most 8
         assert line["samples/truncated"] > 0

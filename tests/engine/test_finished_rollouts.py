@@ -15,6 +15,7 @@ from coalign.data.batch import Batch
 from coalign.engine.hooks.recorder import MetricsRecorder
 from coalign.engine.rollouts.finished_rollouts import _decode_samples, _encode_samples
 from coalign.types import Status
+from tests.data.reading import assert_same
 from tests.runs import metrics, run, settings, weights_hash
 
 STEPS = 5
@@ -55,11 +56,7 @@ def test_samples_come_back_to_the_bit_in_eight_bytes_a_token():
     prompts, samples = make_samples([2000, 0, 3000, 1])
     columns, content = _encode_samples(prompts, samples) or pytest.fail("they begin as their prompts do")
     found = _decode_samples(prompts, columns, content)
-    assert found.token.keys() == samples.token.keys() and found.sequence.keys() == samples.sequence.keys()
-    assert torch.equal(found.lengths, samples.lengths) and found["rows"] == samples["rows"]
-    for name, column in {**samples.token, **samples.sequence}.items():
-        if isinstance(column, torch.Tensor):
-            assert torch.equal(found[name], column) and found[name].dtype == column.dtype, name
+    assert_same(found, samples)
     assert len(content) / 5001 < 8
     some = _decode_samples(prompts.select([2, 0]), columns, content)
     assert some["group"].tolist() == [7, 9] and torch.equal(some["tokens"], samples.select([0, 2])["tokens"])

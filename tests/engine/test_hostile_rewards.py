@@ -6,7 +6,7 @@ import pytest
 
 from coalign.cluster.future import WorkerError
 from packages.graders.tests.service import Service
-from tests.runs import metrics, run, settings
+from tests.runs import metrics, run, run_to_end, settings
 
 HERE = "packages.graders.tests.hostile:"
 
@@ -19,8 +19,7 @@ def configure(tmp_path, reward, **runtime):
 
 def train(tmp_path, reward, **runtime):
     config = configure(tmp_path, reward, **runtime)
-    assert run(config) == 0
-    return metrics(config)
+    return run_to_end(config)
 
 
 @pytest.mark.parametrize(

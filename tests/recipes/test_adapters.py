@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.recipes.test_offline import configuration
-from tests.runs import metrics, run, settings, weights_hash
+from tests.runs import metrics, run, run_to_end, settings, weights_hash
 
 
 def adapted(directory: Path, algorithm: str):
@@ -23,8 +23,7 @@ def adapted(directory: Path, algorithm: str):
 @pytest.mark.parametrize("algorithm", ("dpo", "kto", "grpo", "ppo"))
 def test_the_base_is_the_reference(tmp_path, algorithm):
     shared = adapted(tmp_path, algorithm)
-    run(shared)
-    assert not any(name.startswith("time/reference") for name in metrics(shared)[-1])
+    assert not any(name.startswith("time/reference") for name in run_to_end(shared)[-1])
     apart = shared | {"output": str(tmp_path / "apart")}
     run(apart, f"models.reference.cache={tmp_path / 'cache'}")  # a model of its own
     assert any(name.startswith("time/reference") for name in metrics(apart)[-1])

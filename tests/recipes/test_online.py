@@ -17,7 +17,7 @@ from coalign.launch.plan import prepare
 from coalign.recipes.reinforce import _prompts_of, _with_baseline
 from coalign.report.display import Display
 from coalign.types import Stat, Status, Total
-from tests.runs import metrics, run, settings
+from tests.runs import metrics, run, run_to_end, settings
 
 COMPARING = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "gmpo", "clip_cov", "kl_cov")
 IN_LOSS = (*COMPARING, "gpg", "opo", "gigpo", "topr", "reinforce_pp_baseline")
@@ -104,14 +104,12 @@ def test_the_constant_of_dr_grpo_is_the_longest_response(tmp_path):
 def test_responses_that_were_cut_are_not_trained_on_in_dapo(tmp_path):
     config = ending(tmp_path, "dapo", steps=1)
     config["filter"] = None
-    run(config)
-    (line,) = metrics(config)
+    (line,) = run_to_end(config)
     cut = line["samples/truncated"] * line["samples/count"]
     assert line["samples/masked"] == pytest.approx(cut) and 0 < cut < line["samples/count"]
     assert line["tokens/trained"] == line["tokens/generated"] - 8 * cut
     config |= {"truncated": {"fn": "scale_truncated", "factor": 0.5}, "output": str(tmp_path / "scaled")}
-    run(config)
-    assert metrics(config)[0]["tokens/trained"] == line["tokens/generated"]
+    assert run_to_end(config)[0]["tokens/trained"] == line["tokens/generated"]
 
 
 # ---- ReMax
@@ -166,8 +164,7 @@ def test_a_policy_that_waits_stays_as_it_is_while_the_value_model_learns(tmp_pat
     config = settings(tmp_path, "ppo", steps=3, save_every=2, keep=3, eval_at_start=False)
     config["models"]["trainer"] |= {"learns_after": 2, "optimizer": {"lr": 3e-3, "schedule": "linear"}}
     config["ptx"] = {"data": config["data"]["train"], "rows_per_step": 2}
-    assert run(config) == 0
-    lines = metrics(config)
+    lines = run_to_end(config)
     assert ["loss/value" in line for line in lines] == [False, False, True]
     assert all(line["value/loss/grad_norm"] > 0 for line in lines)
     assert all(line["loss/mismatch_max"] < 1e-4 and line["loss/ess"] > 0.99 for line in lines)
@@ -203,8 +200,7 @@ def test_what_an_environment_gives_counts_once_and_where_it_was_given(tmp_path, 
     config["reward"] = [{"fn": {"digits": "tests.digits:digits"}.get(name, name)} for name in parts]
     config["advantage"] = "tests.recipes.test_online:as_received"
     config["kl"] = {"fn": "FixedKL", "coef": 0.0}
-    assert run(config) == 0
-    (line,) = metrics(config)
+    (line,) = run_to_end(config)
     assert line["places"] == places * line["samples/count"] == 16
     assert line["total"] == pytest.approx(line["reward/mean"]) and line["reward/episode/mean"] == 0.75
     assert total is None or line["total"] == total

@@ -6,7 +6,7 @@ import pytest
 
 from coalign.backends.base import TrainableModule
 from coalign.engine.hooks.guards import UNHEALTHY
-from tests.runs import metrics, run, settings, trace_calls, weights_hash
+from tests.runs import metrics, run, run_to_end, settings, trace_calls, weights_hash
 
 
 def configuration(directory, **runtime):
@@ -20,8 +20,7 @@ def test_the_reference_scores_what_is_compared(tmp_path):
     calls = trace_calls(config)
     assert set(calls["reference.forward_step"].reads) == {"compared"}
     assert "preference" in calls["trainer.train_step"].reads["compared"]
-    run(config)
-    for line in metrics(config):
+    for line in run_to_end(config):
         assert line["tokens/generated"] > 2 * line["tokens/trained"] > 0  # two of four, and ties drop out
 
 
@@ -30,8 +29,7 @@ def test_how_far_the_sampler_is_from_the_trainer(tmp_path, updates):
     """On the weights that sampled: what later updates of the same batch have changed is no mismatch."""
     config = configuration(tmp_path)
     config["models"]["trainer"] |= {"updates_per_batch": updates, "optimizer": {"lr": 0.03}}
-    run(config)
-    for line in metrics(config):
+    for line in run_to_end(config):
         assert line["loss/mismatch"] <= line["loss/mismatch_max"] < 1e-4
         assert abs(line["loss/mismatch_kl"]) < 1e-6 and line["loss/ess"] == pytest.approx(1, abs=1e-4)
 
@@ -54,8 +52,7 @@ def test_a_bad_sampler_is_seen(tmp_path, monkeypatch):
 
 def test_a_step_of_ties_changes_nothing(tmp_path):
     config = configuration(tmp_path, steps=2) | {"reward": "tests.functions:never_differs"}
-    run(config)
-    first = metrics(config)[0]
+    first = run_to_end(config)[0]
     assert first["pairs/tied"] == 4 and first["loss/skipped_updates"] == 1
     assert "loss/value" not in first
     other = configuration(tmp_path, steps=1) | {"reward": "tests.functions:never_differs"}
@@ -87,8 +84,7 @@ def test_all_pairs_train_on_every_response_of_a_group(tmp_path):
 )
 def test_the_loss_is_a_setting(tmp_path, loss, reference):
     config = configuration(tmp_path, steps=1) | {"loss": loss}
-    assert run(config) == 0
-    (line,) = metrics(config)
+    (line,) = run_to_end(config)
     assert ("time/reference.forward_step" in line) == reference and line["loss/grad_norm"] > 0
 
 

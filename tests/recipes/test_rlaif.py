@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.runs import metrics, other_model, run, settings, trace_calls
+from tests.runs import other_model, run, run_to_end, settings, trace_calls
 
 
 def configuration(directory, algorithm="rlaif", judge="pointwise", **runtime):
@@ -20,8 +20,7 @@ def configuration(directory, algorithm="rlaif", judge="pointwise", **runtime):
 
 def test_the_judge_reads_what_was_sampled(tmp_path):
     config = configuration(tmp_path)
-    run(config)
-    for line in metrics(config):
+    for line in run_to_end(config):
         # Its grades are 1 + 9 · share with two decimals, brought back to 0 .. 1.
         assert line["reward/mean"] == pytest.approx(line["reward/digits/mean"], abs=2e-3)
         assert line["reward/judge/verdict"] == pytest.approx(line["reward/judge/mean"], abs=1e-6)
@@ -31,8 +30,7 @@ def test_the_judge_reads_what_was_sampled(tmp_path):
 
 def test_pairs_of_online_dpo_from_a_judge_that_compares(tmp_path):
     config = configuration(tmp_path, "online_dpo", judge="pairwise", steps=1)
-    run(config)
-    (line,) = metrics(config)
+    (line,) = run_to_end(config)
     assert line["reward/mean"] == pytest.approx(0.5)  # the shares of comparisons won
     assert line["reward/judge/verdict"] == 0.5  # this judge does not mind who comes first
     assert line["pairs/count"] + line["pairs/tied"] == 4 and line["pairs/count"] > 0
@@ -53,8 +51,7 @@ def test_a_real_model_judges(tmp_path):
         "module": "preference",
         "judge": {"fn": "pairwise", "template": "{prompt}{first}{second}", "opponents": 1},
     }
-    run(config)
-    (line,) = metrics(config)
+    (line,) = run_to_end(config)
     assert line["reward/mean"] == pytest.approx(0.5, abs=1e-6) and line["reward/std"] > 1e-4
 
 

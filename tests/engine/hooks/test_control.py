@@ -9,7 +9,7 @@ import coalign
 from coalign.cli.ask_run import ask_run, scale_run
 from coalign.report.display import Display
 from coalign.run_files.control import ANSWERS, NAME, ControlRequest, submit
-from tests.runs import metrics, settings
+from tests.runs import metrics, run, settings
 
 
 class AskingAtStep1(coalign.Hook):
@@ -30,10 +30,8 @@ class AskingAtStep1(coalign.Hook):
 
 def train(config, *content) -> tuple[int, list[dict]]:
     """Train, and ask after the first step; the exit code and the answer."""
-    from coalign.launch.run import train
-
     hook = AskingAtStep1(list(content))
-    code = train(coalign.load_config(config), Display(quiet=True), [hook])
+    code = run(config, hooks=[hook])
     assert "has another request to answer" in hook.problem
     folder = Path(config["output"])
     assert not (folder / NAME).exists()

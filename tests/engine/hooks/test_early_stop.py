@@ -13,7 +13,7 @@ from coalign.config.schema.runtime import EarlyStopConfig, RuntimeConfig
 from coalign.engine.hooks.evaluation import EarlyStop
 from coalign.engine.progress import Progress
 from coalign.types import Stat
-from tests.runs import metrics, run, settings
+from tests.runs import metrics, run, run_to_end, settings
 
 
 def stopped_after(values: list[float], **config) -> int | None:
@@ -63,15 +63,13 @@ def test_the_run_ends_with_a_checkpoint_and_stays_ended(tmp_path, caplog):
     stop = {"metric": "eval/loss/value", "patience": 2}
     config = settings(tmp_path, "sft", steps=9, eval_every=1, early_stop=stop)
     config["models"]["trainer"]["optimizer"] = {"lr": 0.0}  # no evaluation improves on the first one
-    assert run(config) == 0
-    assert [line["step"] for line in metrics(config)] == [0, 1, 2]
+    assert [line["step"] for line in run_to_end(config)] == [0, 1, 2]
     assert "stopping early: eval/loss/value has not improved on" in (Path(config["output"]) / "log.txt").read_text()
     state = json.loads((Path(config["output"]) / "checkpoints" / "step_2" / "state.json").read_text())
     assert state["hooks"]["EarlyStop"]["waited"] == 2
     assert run(config) == 0  # resumed: nothing left to do
     assert [line["step"] for line in metrics(config)] == [0, 1, 2]
-    run(config, "runtime.early_stop.patience=3")
-    assert [line["step"] for line in metrics(config)] == [0, 1, 2, 3]
+    assert [line["step"] for line in run_to_end(config, "runtime.early_stop.patience=3")] == [0, 1, 2, 3]
 
 
 def make_save(path: Path, **settings: str) -> Save:

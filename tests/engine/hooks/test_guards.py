@@ -7,19 +7,14 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from coalign import load_config
 from coalign.algorithms.losses.policy import PolicyGradient
 from coalign.config.schema.rollout import GuardsConfig
 from coalign.config.schema.runtime import RuntimeConfig
 from coalign.engine.hooks.guards import METRICS, UNHEALTHY, _list_exceeded, _list_non_finite, read_dump
 from coalign.engine.rollouts.journal import read_lines
-from coalign.launch.plan import prepare
-from coalign.launch.run import train
-from coalign.launch.trace import trace
-from coalign.report.display import Display
 from coalign.types import LossInput, LossOutput, Stat, Total
 from coalign_diagnose.run_history import RunHistory
-from tests.runs import metrics, run, samples, settings, weights_hash
+from tests.runs import metrics, run, run_to_end, samples, settings, trace_calls, weights_hash
 
 NAN = float("nan")
 
@@ -133,13 +128,12 @@ def test_a_metric_that_no_loss_reports_is_named():
 )
 def test_a_threshold_on_what_a_run_never_reports_is_refused_before_anything_loads(tmp_path, algorithm, key, reported):
     config = settings(tmp_path, algorithm, guards={key: 0.5})
-    config = load_config(config)
     if reported:
-        trace(prepare(config))
+        trace_calls(config)
         return
     with pytest.raises(ValueError, match=rf"runtime.guards.{key} is 0.5, and the loss reports no"):
-        train(config, Display(quiet=True))
-    assert not Path(config.output).exists()
+        run(config)
+    assert not Path(config["output"]).exists()
 
 
 def test_values_that_a_loss_refuses_end_a_run_before_anything_loads(tmp_path):
@@ -256,5 +250,4 @@ def test_rolling_back_takes_weights_and_optimizers_back(tmp_path, cluster):
 def test_the_first_step_can_be_rolled_back(tmp_path):
     poison = {"fn": "poisoned", "first": 0, "last": 0}
     config = configured(tmp_path, poison, guards={"action": "rollback"}, save_every=4, steps=2)
-    assert run(config) == 0
-    assert metrics(config)[-1]["guards/rollbacks"] == 1
+    assert run_to_end(config)[-1]["guards/rollbacks"] == 1
