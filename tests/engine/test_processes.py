@@ -103,22 +103,6 @@ def test_ray_gives_the_weights_of_one_process(tmp_path, monkeypatch, algorithm, 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_worker_that_dies_on_ray_ends_the_run_with_its_name(tmp_path):
-    config = settings(tmp_path, "grpo", steps=500, eval_at_start=False, cluster="ray", restarts=0)
-    process = command(config)
-    wait_for_step(process, config, 2, seconds=150)
-    next(p for p in processes_of(config) if any(":policy:" in part for part in p.cmdline())).kill()
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode not in (0, None)
-    assert "policy" in output
-    saved = int(output.rpartition("saved up to step ")[2].partition(":")[0])
-    assert metrics(config)[-1]["step"] == saved
-    finish(command(config, f"runtime.steps={saved + 1}"))
-    assert [line["step"] for line in metrics(config)] == list(range(1, saved + 2))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_worker_that_stands_still_ends_the_run_in_time(tmp_path):
     """A stopped process answers nothing; `runtime.call_timeout` ends the run, with the stacks of the others."""
     options = {"call_timeout": 20, "stall": 5, "max_staleness": 1, "restarts": 0}

@@ -109,7 +109,7 @@ def test_a_lost_sampler_costs_no_step(tmp_path, monkeypatch, replaced, undisturb
     assert replaced == ["policy"]
 
 
-@pytest.mark.parametrize("model", ["policy", "trainer"])
+@pytest.mark.parametrize("model", ["policy", pytest.param("trainer", marks=pytest.mark.slow)])
 def test_weights_that_were_under_way_are_sent_again(tmp_path, monkeypatch, replaced, undisturbed, model):
     config = configure(tmp_path, save_in_memory_every=1)
     lose(monkeypatch, Trainer, "sync", model, lambda self, version: version == 2)
