@@ -22,13 +22,6 @@ def test_the_rows_of_the_page_are_read(kind):
     assert len(use(examples, *rows)) == len(rows) > 0
 
 
-def test_keys_of_a_source_as_on_the_page():
-    row = {"question": "1+1?", "6b_finetuning": {"solution": "2", "is_correct": False}}
-    keys = {"prompt": "question", "answer": "6b_finetuning.solution", "label": "6b_finetuning.is_correct"}
-    ((example,),) = use(reader("labelled", keys=keys), row)
-    assert example.columns["preference"] == 0.0 and example.row["answer"] == "2"
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("template", ["auto", "none"])
 def test_a_row_that_would_be_tokenised_for_minutes_counts_as_long(kind, template, monkeypatch):
