@@ -82,22 +82,15 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, caplog):
     assert weights_hash(config, 4) == before
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+def test_a_checkpoint_of_another_model_or_recipe_is_refused(tmp_path):
     config = settings(tmp_path, "sft", save_every=2, steps=2)
     run(config)
+    with pytest.raises(ValueError, match="is of a `sft` run; this one is `grpo`"):
+        run(settings(tmp_path, "grpo", steps=2))
     config["models"]["trainer"]["load"] = str(other_model(tmp_path / "other", hidden=48, layers=1))
-    config["runtime"]["steps"] = 4
     message = r"step_2/models/trainer is of another model or optimizer: .* is \(320, 32\) there"
     with pytest.raises(Exception, match=message):
-        run(config, "runtime.allow_changed=models")
-
-
-def test_a_checkpoint_of_another_recipe_is_refused(tmp_path):
-    config = settings(tmp_path, "sft", steps=1)
-    run(config)
-    other = settings(tmp_path, "grpo", steps=2)
-    with pytest.raises(ValueError, match="is of a `sft` run; this one is `grpo`"):
-        run(other)
+        run(config, "runtime.allow_changed=models", "runtime.steps=4")
 
 
 def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch, caplog):
