@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -13,15 +14,25 @@ from coalign.engine.hooks.provenance import Provenance, hash_model
 from tests.runs import other_model, run, settings, weights_hash
 
 
-@pytest.fixture
-def begun(tmp_path, caplog):
-    """A run of two steps, to be continued to three."""
-    caplog.set_level(logging.WARNING)
-    config = settings(tmp_path, "sft", steps=2, eval_at_start=False)
+@pytest.fixture(scope="module")
+def first_run(tmp_path_factory):
+    """The folder of a run of two steps, with its model and data, and a copy of it; the configuration."""
+    home, copy = (tmp_path_factory.mktemp("provenance") / name for name in ("home", "copy"))
+    home.mkdir()
+    config = settings(home, "sft", steps=2, eval_at_start=False)
     run(config)
-    config["runtime"]["steps"] = 3
-    assert not caplog.text
-    return config
+    shutil.copytree(home, copy, symlinks=True)
+    return home, copy, config
+
+
+@pytest.fixture
+def begun(first_run, caplog):
+    """A run of two steps, to be continued to three."""
+    home, copy, config = first_run
+    shutil.rmtree(home)
+    shutil.copytree(copy, home, symlinks=True)
+    caplog.set_level(logging.WARNING)
+    return deepcopy(config) | {"runtime": config["runtime"] | {"steps": 3}}
 
 
 @contextmanager
