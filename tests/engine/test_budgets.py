@@ -47,9 +47,8 @@ def test_what_is_no_number_of_samples_is_refused(wrong):
 
 
 def test_prompts_begin_as_many_samples_as_they_may():
-    begun = begin_samples(
-        add_budgets(prompts({"n": 3}, {}), RolloutConfig(samples_key="n"), samples=2, max_new_tokens=9), 2
-    )
+    rows = add_budgets(prompts({"n": 3}, {}), RolloutConfig(samples_key="n"), samples=2, max_new_tokens=9)
+    begun = begin_samples(rows, 2)
     assert begun["group"].tolist() == [0, 0, 0, 1, 1]
     assert begun["index"].tolist() == [0, 1, 2, 0, 1]
     assert "samples" not in begun

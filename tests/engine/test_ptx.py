@@ -1,23 +1,22 @@
 """Language modelling on other data, beside what a run trains on."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from coalign.recipes.sft import SFT
 from coalign.types import Total
+from tests.data.reading import write
 from tests.runs import metrics, run, run_in_two_parts, run_to_end, settings, weights_hash
 
 
 def with_ptx(directory: Path, algorithm: str, *, kind: str = "documents", **runtime) -> dict:
     config = settings(directory, algorithm, eval_at_start=False, **runtime)
     config["data"].pop("eval")
-    rows = directory / "ptx.jsonl"
-    rows.write_text(
-        "".join(json.dumps({"text": f"{i} is a number.", "prompt": "", "answer": "x"}) + "\n" for i in range(9))
+    texts = write(
+        directory / "ptx.jsonl", [{"text": f"{i} is a number.", "prompt": "", "answer": "x"} for i in range(9)]
     )
-    return config | {"ptx": {"data": str(rows), "coef": 0.5, "rows_per_step": 2, "kind": kind}}
+    return config | {"ptx": {"data": texts, "coef": 0.5, "rows_per_step": 2, "kind": kind}}
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", *(pytest.param(a, marks=pytest.mark.slow) for a in ("sft", "grpo"))])
