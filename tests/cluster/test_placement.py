@@ -24,7 +24,7 @@ def ranks(processes, together=1, spread=None):
 
 FIRST, SECOND, PAIRS = [f"0:{i}" for i in range(4)], [f"1:{i}" for i in range(4)], ["0:0", "0:1", "1:0", "1:1"]
 TWO_SOCKETS = [[["0", "1", "2"], ["3", "4"]]]
-# What is proven: models, which of them share, devices of each node, where their processes come.
+# Models, which of them share devices, the devices of each node, and where the processes come.
 PLANS = {
     "exclusive": ({"a": ranks(2), "b": ranks(2)}, "", [4], {"a": ["0:0", "0:1"], "b": ["0:2", "0:3"]}),
     "exclusive, on two nodes": ({"a": ranks(1), "b": ranks(3)}, "", [3, 1], {"a": ["1:0"], "b": ["0:0", "0:1", "0:2"]}),

@@ -42,7 +42,7 @@ def home(tmp_path_factory):
     return home
 
 
-OWN = {
+OVERRIDES = {
     "committee": [
         *("models.policy.sampling.max_new_tokens=6", "models.judge.module=tests.judges:DigitJudge"),
         *("models.helpful.head_init=zero", "models.safe.head_init=zero"),
@@ -55,11 +55,12 @@ OWN = {
 def example(home, tmp_path, monkeypatch):
     """A function from an example's name to its configuration: that file, with the models of a test, and few steps."""
     monkeypatch.chdir(ROOT)
-    for name in ("SUMS", "PROMPTS.JSONL", "POLICY", "HELPFUL", "SAFE", "JUDGE"):
-        monkeypatch.setenv(name.removesuffix(".JSONL"), str(home / name.lower()))
+    monkeypatch.setenv("PROMPTS", str(home / "prompts.jsonl"))
+    for name in ("SUMS", "POLICY", "HELPFUL", "SAFE", "JUDGE"):
+        monkeypatch.setenv(name, str(home / name.lower()))
 
     def example(name, *overrides):
-        settings = [*SHORT, f"output={tmp_path / 'run'}", *OWN[name], *overrides]
+        settings = [*SHORT, f"output={tmp_path / 'run'}", *OVERRIDES[name], *overrides]
         return load_config(ROOT / "examples" / "custom" / f"{name}.yaml", settings)
 
     return example
