@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,7 @@ def other_model(directory: Path, **settings: Any) -> Path:
     return directory if directory.exists() else tiny_model_dir(directory, **settings)
 
 
-def run(config: dict[str, Any], *overrides: str) -> int:
+def run(config: Any, *overrides: str, hooks: Sequence[Any] = ()) -> int:
     """Train in this process; the exit code. What a recipe of Coalign logs must have an entry in metrics.yaml."""
     from coalign import load_config
     from coalign.launch.run import train
@@ -109,12 +109,18 @@ def run(config: dict[str, Any], *overrides: str) -> int:
     from coalign.run_files.metric_table import _find_entry
 
     loaded = load_config(config, overrides)
-    code = train(loaded, Display(quiet=True))
-    names = {name for line in metrics({"output": loaded.output}) for name in line if name != "step"}
+    code = train(loaded, Display(quiet=True), hooks)
+    names = {name for line in metrics(loaded) for name in line if name != "step"}
     unknown = {name for name in names if _find_entry(name) is None}
     functions = [loaded.algorithm, *(section.fn for section in (loaded.advantage, loaded.loss) if section)]
     assert not unknown or ":" in "".join(functions), unknown  # what a test brings with it may log anything
     return code
+
+
+def run_to_end(config: Any, *overrides: str, hooks: Sequence[Any] = ()) -> list[dict[str, Any]]:
+    """Train in this process until the run is complete; the lines of metrics.jsonl."""
+    assert run(config, *overrides, hooks=hooks) == 0
+    return metrics(config)
 
 
 @contextmanager
@@ -192,9 +198,9 @@ def processes_of(config: dict[str, Any]) -> list[psutil.Process]:
     return found
 
 
-def metrics(config: dict[str, Any]) -> list[dict[str, Any]]:
+def metrics(config: Any) -> list[dict[str, Any]]:
     """The complete lines of metrics.jsonl: a run may be writing the next one."""
-    path = Path(config["output"]) / "metrics.jsonl"
+    path = Path(config["output"] if isinstance(config, dict) else config.output) / "metrics.jsonl"
     return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
 
 
@@ -213,6 +219,15 @@ def show_check(config: Any, *overrides: str) -> str:
     loaded = load_config(config, overrides) if isinstance(config, dict) else config
     check(loaded, Display(out=Console(file=screen, width=500)))
     return screen.getvalue()
+
+
+def trace_calls(config: dict[str, Any]) -> dict[str, Any]:
+    """The calls of a run's flows on stand-ins, by their labels."""
+    from coalign import load_config
+    from coalign.launch.plan import prepare
+    from coalign.launch.trace import trace
+
+    return {call.label: call for call in trace(prepare(load_config(config))).calls}
 
 
 def weights_hash(config: dict[str, Any], step: int) -> str:

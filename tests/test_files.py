@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import socket
@@ -69,12 +68,6 @@ def test_a_link_is_replaced_and_what_it_pointed_to_stays(tmp_path):
     assert (tmp_path / "one").is_dir() and (tmp_path / "two").is_dir() and not link.is_symlink()
 
 
-def test_the_hash_is_that_of_the_contents(tmp_path):
-    file = tmp_path / "file"
-    file.write_bytes(b"contents")
-    assert hash_file(file) == hashlib.sha256(b"contents").hexdigest()
-
-
 def test_what_is_moved_aside_has_the_first_free_name(tmp_path):
     for number in (1, 2):
         (tmp_path / "name").write_text(str(number))
@@ -106,18 +99,8 @@ def test_a_file_is_read_up_to_a_limit(tmp_path):
         read_bounded(tmp_path / "a", 4)
 
 
-OUTSIDE = [
-    "../x.safetensors",
-    "/etc/x.safetensors",
-    "a/../../x.safetensors",
-    "..",
-    "",
-    "a\0b",
-    None,
-    7,
-    ["a"],
-    "x" * 300,
-]
+OUTSIDE = ["../x.safetensors", "/etc/x.safetensors", "a/../../x.safetensors"]
+OUTSIDE += ["..", "", "a\0b", None, 7, ["a"], "x" * 300]
 
 
 @pytest.mark.parametrize("name", OUTSIDE)

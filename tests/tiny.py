@@ -16,29 +16,35 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 @cache
-def _byte_level() -> str:
-    """A tokenizer of single bytes (ids 0..255 in the GPT-2 alphabet's order) and SPECIAL (256..258), as JSON."""
+def _byte_level(special: tuple[str, ...] = SPECIAL, merges: tuple[tuple[str, str], ...] = ()) -> str:
+    """A tokenizer of bytes (ids 0..255 in the GPT-2 alphabet's order), merged pairs and special tokens, as JSON."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
+    tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[*merges]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
     return tokenizer.to_str()
 
 
-def tiny_tokenizer(dir: str | Path | None = None, *, chat_template: str | None = CHATML, **special: Any):
+def tiny_tokenizer(
+    dir: str | Path | None = None,
+    *,
+    chat_template: str | None = CHATML,
+    merges: tuple[tuple[str, str], ...] = (),
+    **special: Any,
+):
     """A byte-level tokenizer of 259 ids with a ChatML template; eos is `<|im_end|>` and there is no pad token.
 
-    ``special`` goes to PreTrainedTokenizerFast (``eos_token=None``, ``bos_token="<|endoftext|>"``, ...). With ``dir``
-    it is also written there.
+    ``merges`` add an id each. ``special`` goes to PreTrainedTokenizerFast (``eos_token=None``,
+    ``bos_token="<|endoftext|>"``, ...). With ``dir`` it is also written there.
     """
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(_byte_level()), **{"eos_token": "<|im_end|>"} | special
+        tokenizer_object=Tokenizer.from_str(_byte_level(merges=merges)), **{"eos_token": "<|im_end|>"} | special
     )
     tokenizer.chat_template = chat_template
     if dir is not None:
@@ -71,8 +77,6 @@ def tiny_model_dir(
 
     path = Path(path)
     tokenizer = tiny_tokenizer(path)
-    if vocab < len(tokenizer):
-        raise ValueError(f"vocab={vocab} is smaller than the tiny tokenizer's {len(tokenizer)} ids")
     settings = {
         "vocab_size": vocab,
         "hidden_size": hidden,

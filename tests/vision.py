@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from tests.tiny import _byte_level
+
 SPECIAL = [
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"),
     *("<|video_pad|>", "<image>", "<IMG_CONTEXT>", "<img>", "</img>", "<video>", "<boi>", "<eoi>", "<soft>"),
@@ -51,14 +53,10 @@ def template(family: str) -> str:
 
 
 def tokenizer(family: str) -> Any:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    made = Tokenizer.from_str(_byte_level(tuple(SPECIAL)))
     if family == "gemma3":  # vLLM asks its tokenizer for these
         made.add_tokens(["\n" * count for count in range(1, 5)])
     fast = PreTrainedTokenizerFast(

@@ -17,23 +17,8 @@ PACKAGE = ROOT / "coalign"
 COMPANIONS = sorted(ROOT.glob("packages/*/coalign_*"))
 
 BELOW_BACKENDS = {
-    "companions",
-    "cpu",
-    "types",
-    "roles",
-    "config",
-    "files",
-    "devices",
-    "hub",
-    "hub_data",
-    "services",
-    "threads",
-    "processes",
-    "data",
-    "algorithms",
-    "rewards",
-    "environments",
-    "weights",
+    *("companions", "cpu", "types", "roles", "config", "files", "devices", "hub", "hub_data", "services", "threads"),
+    *("processes", "data", "algorithms", "rewards", "environments", "weights"),
 }
 ALLOWED = {
     "types": set(),
@@ -55,30 +40,12 @@ ALLOWED = {
     "algorithms": {"types", "cpu"},
     "data": {"companions", "types", "algorithms", "config", "files", "hub", "hub_data", "processes"},
     "rewards": {"companions", "types", "config", "data", "services", "threads", "processes"},
-    "environments": {
-        "types",
-        "config",
-        "data",
-        "services",
-        "threads",
-        "processes",
-        "interpreter_watch",
-    },
+    "environments": {"config", "data", "interpreter_watch", "processes", "services", "threads", "types"},
     "weights": {"types", "roles", "cpu", "config", "cluster", "devices", "files", "memory", "threads"},
     "report": {"types", "config", "data", "files", "threads", "run_files"},
     "backends": {*BELOW_BACKENDS, "memory"},
     "cluster": {
-        "types",
-        "roles",
-        "config",
-        "data",
-        "devices",
-        "files",
-        "hub",
-        "memory",
-        "processes",
-        "run_files",
-        "threads",
+        *("types", "roles", "config", "data", "devices", "files", "hub", "memory", "processes", "run_files", "threads"),
     },
     "engine": {*BELOW_BACKENDS, "backends", "cluster", "run_files"},
     "checkpoint": {*("cluster", "config", "data", "engine", "files", "threads", "types")},
@@ -86,10 +53,7 @@ ALLOWED = {
     "recipes": {"types", "roles", "engine", "cluster", "algorithms", "config", "data"},
     "launch": {*BELOW_BACKENDS, "backends", "checkpoint", "cluster", "engine", "report", "resilience", "run_files"},
     "api": {"config", "launch", "report", "run_files"},
-    "cli": {
-        *(BELOW_BACKENDS | {"api", "backends", "cluster", "launch"}),
-        *("report", "run_files"),
-    },
+    "cli": {*BELOW_BACKENDS, "api", "backends", "cluster", "launch", "report", "run_files"},
 }
 HEAVY = {
     "ray": (

@@ -94,32 +94,8 @@ class GroupModule(Module):
         """Two batches of different sequences; each rank's share of the second counts its own way."""
         return {"tokens": Total(batch.tokens_total), f"other_{self.context.rank}": Total(len(other))}
 
-    def place(self) -> tuple[int, int, str | None]:
-        return self.context.rank, self.context.world_size, self.context.rendezvous
-
     def forward_step(self, batch: Batch) -> dict[str, torch.Tensor]:
         return {"values": batch["tokens"].float() * self.weight[0]}
-
-    def export_weights(self, *, changing: bool = False):
-        if not changing:
-            yield "model.frozen", torch.zeros(4)
-        yield "model.weight", self.weight
-        yield "model.half", self.weight.to(torch.bfloat16)
-
-
-class ServingModule(Module):
-    """Holds the weights that it was given."""
-
-    def setup(self) -> None:
-        self.weights: dict[str, torch.Tensor] = {}
-        self.version = -1
-
-    def load_weights(self, weights, *, version: int, adopt: bool = False) -> None:
-        self.weights |= {name: tensor if adopt else tensor.clone() for name, tensor in weights}
-        self.version = version
-
-    def serving(self) -> tuple[int, dict[str, list[float]]]:
-        return self.version, {name: tensor.float().tolist() for name, tensor in self.weights.items()}
 
 
 class SleepyModule(Module):
@@ -133,9 +109,6 @@ class SleepyModule(Module):
 
     def forward_step(self, batch: Batch, *, into: str = "reward") -> dict[str, torch.Tensor]:
         return {into: batch["tokens"].float(), "handled": Total(len(batch))}
-
-    def nap(self, batch: Batch, *, seconds: float) -> None:
-        time.sleep(seconds)
 
 
 class PartsModule(EchoModule):

@@ -12,6 +12,7 @@ from coalign.cluster.future import BatchRef, WorkerRows, _PayloadJoin
 from coalign.cluster.worker import Worker, apply_columns
 from coalign.data.batch import Batch
 from coalign.types import Stat, Status, Total
+from tests.data.reading import assert_same
 from tests.runs import run, settings
 
 
@@ -136,7 +137,7 @@ def test_a_join_stores_nothing_and_waits_for_no_worker(cluster, prompts, monkeyp
     out = cluster.join(given, scores).result()
     assert stored_payloads(out) == [*given.payloads, *scores.payloads]
     expected = Batch.merge([prompts, scores.fetch()])
-    assert equal(out.fetch(), expected)
+    assert_same(out.fetch(), expected)
     assert cluster.join(given).result() is given
 
 
@@ -147,23 +148,14 @@ def test_rows_of_a_join_are_those_of_its_columns(cluster, prompts):
     join = BatchRef.join([join, cluster.put(Batch(join.lengths).with_(mark=torch.arange(7)))])  # a join of a join
     rows = torch.tensor([6, 0, 3, 1])
     expected = Batch.merge([prompts, scores.fetch()]).select([3, 4, 5, 6, 0, 1, 2]).with_(mark=torch.arange(7))
-    assert equal(join.fetch(), expected)
-    assert equal(join.select(rows).fetch(), expected.select(rows))
+    assert_same(join.fetch(), expected)
+    assert_same(join.select(rows).fetch(), expected.select(rows))
     assert len(join.slice(0, 0).fetch()) == 0 and "mark" in join.slice(0, 0).fetch()
     stored_anew = cluster.put(expected.slice(0, 2))  # as after a restart
     both = BatchRef.concat([join.slice(2, 7), stored_anew])
-    assert equal(both.fetch(), expected.select([2, 3, 4, 5, 6, 0, 1]))
-    assert cluster.models["judge"].whole(both.select(torch.tensor([0, 5]))).result() == int(
-        prompts.lengths[[5, 3]].sum()
-    )
-
-
-def equal(one: Batch, other: Batch) -> bool:
-    """Whether they have the same columns, bit for bit."""
-    if one.token.keys() != other.token.keys() or one.sequence.keys() != other.sequence.keys():
-        return False
-    pairs = [(one[name], other[name]) for name in ("lengths", *one.token, *one.sequence)]
-    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+    assert_same(both.fetch(), expected.select([2, 3, 4, 5, 6, 0, 1]))
+    tokens = int(prompts.lengths[[5, 3]].sum())
+    assert cluster.models["judge"].whole(both.select(torch.tensor([0, 5]))).result() == tokens
 
 
 def test_a_step_stores_each_column_once(tmp_path, monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from coalign.cluster.future import BatchRef
-from coalign.data.batch import Batch
 from coalign.types import Max, Stat, Total
 
 
@@ -92,17 +91,3 @@ def test_bfloat16_and_lists_survive(cluster, prompts):
     back = ref.fetch()
     assert back["half"].dtype == torch.bfloat16 and torch.equal(back["half"], batch["half"])
     assert torch.equal(back["flag"], batch["flag"]) and back["rows"] == batch["rows"]
-
-
-def test_reference_slices_cut_across_parts():
-    halves = [
-        Batch(torch.tensor([1, 2])).with_(tokens=torch.tensor([0, 1, 2])),
-        Batch(torch.tensor([3])).with_(tokens=torch.tensor([3, 4, 5])),
-    ]
-    from coalign.cluster.future import Meta
-    from coalign.cluster.local import LocalReference, LocalStore
-
-    ref = BatchRef.concat([BatchRef.of(Meta.of(b), LocalReference(b), LocalStore()) for b in halves])
-    assert ref.slice(1, 3).fetch()["tokens"].tolist() == [1, 2, 3, 4, 5]
-    assert ref.slice(2, 3).fetch()["tokens"].tolist() == [3, 4, 5]
-    assert ref.slice(1, 1).fetch()["tokens"].tolist() == []

@@ -17,19 +17,14 @@ from coalign.cluster.future import BatchRef, Meta, Outcome
 from coalign.cluster.local import LocalStore
 from coalign.cluster.ray.store import NumpyBatch
 from coalign.data.batch import Batch, estimate_costs
-
-STORE = LocalStore()
-
-
-def stored(batch: Batch) -> BatchRef:
-    return BatchRef.of(Meta.of(batch), STORE.put(batch), STORE)
+from tests.cluster.threads import store_batch
 
 
 def batch(lengths, group=None, work=None) -> BatchRef:
     made = Batch(torch.tensor(lengths, dtype=torch.int64))
     made = made.with_(tokens=torch.arange(made.tokens_total, dtype=torch.int32), rows=list(range(len(lengths))))
     made = made.with_(group=torch.tensor(range(len(lengths)) if group is None else group, dtype=torch.int64))
-    return stored(made if work is None else made.with_(expected_tokens=torch.tensor(work, dtype=torch.int32)))
+    return store_batch(made if work is None else made.with_(expected_tokens=torch.tensor(work, dtype=torch.int32)))
 
 
 def rows(ref, parts, by, **options):
@@ -82,14 +77,14 @@ def test_an_empty_batch():
 def scored(part: BatchRef) -> BatchRef:
     """A row of its own for each row: what a scorer gives."""
     given_rows = part.fetch()
-    return stored(Batch(given_rows.lengths).with_(score=[10 * n for n in given_rows["rows"]]))
+    return store_batch(Batch(given_rows.lengths).with_(score=[10 * n for n in given_rows["rows"]]))
 
 
 def generated(part: BatchRef, samples: int) -> BatchRef:
     """``samples`` rows of each prompt, in the order of the prompts."""
     prompts = part.fetch()
     each = torch.arange(len(prompts)).repeat_interleave(samples)
-    return stored(prompts.select(each).with_(index=torch.arange(samples).repeat(len(prompts)).int()))
+    return store_batch(prompts.select(each).with_(index=torch.arange(samples).repeat(len(prompts)).int()))
 
 
 def meta(ref: BatchRef) -> Meta:
@@ -206,7 +201,9 @@ def test_an_update_holds_the_same_rows_on_any_number_of_ranks(groups, updates, p
     group = [100 - i for i, (_, count) in enumerate(groups) for _ in range(count)]
     ref = batch([length for length, count in groups for _ in range(count)], group)
     expected = [part["rows"] for part in ref.fetch().split(updates, keep="group")]
-    shares = [share.gather(STORE) for share in _shard_updates(ref, parts, updates, keep_groups=whole).worker_rows]
+    shares = [
+        share.gather(LocalStore()) for share in _shard_updates(ref, parts, updates, keep_groups=whole).worker_rows
+    ]
     assert all(share["rows"] == sorted(share["rows"]) for share in shares)
     for number, rows_of_update in enumerate(expected):
         mine = [share.select(share["update"] == number) for share in shares]

@@ -18,82 +18,74 @@ def nodes(*free: int, cores: float = 8.0) -> list[Node]:
     return [Node(f"n{i}", number, number, cores) for i, number in enumerate(free)]
 
 
-def placed(footprints, colocation, *free, domains=None):
-    """{model: ["node:devices" of each process]} on nodes with so many devices, called 0, 1, 2, …"""
-    slots = list_slots(pack_slots(footprints, colocation))
-    where = assign_nodes(slots, nodes(*free))
-    known = domains or [[[str(i) for i in range(number)]] for number in free]
-    found = place_processes(slots, where, known)
-    return {
-        model: [f"{placement.node}:{','.join(placement.devices)}" for placement in ranks]
-        for model, ranks in found.items()
-    }
-
-
 def ranks(processes, together=1, spread=None):
     return Footprint(processes, 1, together, spread)
 
 
-def test_exclusive():
-    assert placed({"a": ranks(2), "b": ranks(2)}, [], 4) == {"a": ["0:0", "0:1"], "b": ["0:2", "0:3"]}
-    assert placed({"a": ranks(1), "b": ranks(3)}, [], 3, 1) == {"a": ["1:0"], "b": ["0:0", "0:1", "0:2"]}
-
-
-def test_shared():
-    both = ["0:0", "0:1", "1:0", "1:1"]
-    assert placed({"a": ranks(4), "b": ranks(4)}, [["a", "b"]], 2, 2) == {"a": both, "b": both}
-
-
-def test_partly_shared():
-    first, second = [f"0:{i}" for i in range(4)], [f"1:{i}" for i in range(4)]
-    found = placed({"a": ranks(8), "b": ranks(4), "c": ranks(4)}, [["a", "b", "c"]], 4, 4)
-    assert found == {"a": first + second, "b": first, "c": second}
-    found = placed({"a": ranks(8), "b": ranks(4), "c": Footprint(2, 2), "d": ranks(2)}, [["a", "b", "c"]], 4, 6)
-    assert found == {
-        "a": ["1:0", "1:1", "1:2", "1:3", "1:4", "1:5", "0:0", "0:1"],
-        "b": ["1:4", "1:5", "0:0", "0:1"],
-        "c": ["1:0,1", "1:2,3"],
-        "d": ["0:2", "0:3"],
-    }
-
-
-def test_a_single_device():
-    assert placed({"a": ranks(1), "b": Footprint(1, 1)}, [["a", "b"]], 1) == {"a": ["0:0"], "b": ["0:0"]}
-
-
-def test_a_model_stays_on_one_node_if_one_has_room():
-    assert placed({"a": ranks(4)}, [], 2, 3, 4, 8)["a"] == ["2:0", "2:1", "2:2", "2:3"]
-
-
-def test_spread_takes_the_node_with_the_fewest_of_the_model():
-    assert placed({"a": ranks(4, spread=True)}, [], 8, 8, 8)["a"] == ["0:0", "1:0", "2:0", "0:1"]
-    pairs = placed({"a": Footprint(2, 2, spread=True)}, [], 4, 4)
-    assert pairs["a"] == ["0:0,1", "1:0,1"]
-
-
-def test_tensor_parallel_groups_stay_on_one_node():
-    assert placed({"a": ranks(4, 2)}, [], 3, 3)["a"] == ["0:0", "0:1", "1:0", "1:1"]
-
-
-def test_large_units_do_not_find_their_nodes_taken_by_small_ones():
-    found = placed({"small": ranks(3), "large": Footprint(1, 4)}, [], 4, 3)
-    assert found == {"small": ["1:0", "1:1", "1:2"], "large": ["0:0,1,2,3"]}
-
-
-def test_choices_are_taken_back_where_sizes_do_not_divide():
+FIRST, SECOND, PAIRS = [f"0:{i}" for i in range(4)], [f"1:{i}" for i in range(4)], ["0:0", "0:1", "1:0", "1:1"]
+TWO_SOCKETS = [[["0", "1", "2"], ["3", "4"]]]
+# Models, which of them share devices, the devices of each node, and where the processes come.
+PLANS = {
+    "exclusive": ({"a": ranks(2), "b": ranks(2)}, "", [4], {"a": ["0:0", "0:1"], "b": ["0:2", "0:3"]}),
+    "exclusive, on two nodes": ({"a": ranks(1), "b": ranks(3)}, "", [3, 1], {"a": ["1:0"], "b": ["0:0", "0:1", "0:2"]}),
+    "shared": ({"a": ranks(4), "b": ranks(4)}, "ab", [2, 2], {"a": PAIRS, "b": PAIRS}),
+    "partly shared": (
+        {"a": ranks(8), "b": ranks(4), "c": ranks(4)},
+        "abc",
+        [4, 4],
+        {"a": FIRST + SECOND, "b": FIRST, "c": SECOND},
+    ),
+    "partly shared, beside another": (
+        {"a": ranks(8), "b": ranks(4), "c": Footprint(2, 2), "d": ranks(2)},
+        "abc",
+        [4, 6],
+        {
+            "a": [*SECOND, "1:4", "1:5", "0:0", "0:1"],
+            "b": ["1:4", "1:5", "0:0", "0:1"],
+            "c": ["1:0,1", "1:2,3"],
+            "d": ["0:2", "0:3"],
+        },
+    ),
+    "a single device": ({"a": ranks(1), "b": Footprint(1, 1)}, "ab", [1], {"a": ["0:0"], "b": ["0:0"]}),
+    "one node if one has room": ({"a": ranks(4)}, "", [2, 3, 4, 8], {"a": [f"2:{i}" for i in range(4)]}),
+    "spread": ({"a": ranks(4, spread=True)}, "", [8, 8, 8], {"a": ["0:0", "1:0", "2:0", "0:1"]}),
+    "spread, in pairs": ({"a": Footprint(2, 2, spread=True)}, "", [4, 4], {"a": ["0:0,1", "1:0,1"]}),
+    "tensor parallel groups on one node": ({"a": ranks(4, 2)}, "", [3, 3], {"a": PAIRS}),
+    "large units before small ones": (
+        {"small": ranks(3), "large": Footprint(1, 4)},
+        "",
+        [4, 3],
+        {"small": ["1:0", "1:1", "1:2"], "large": ["0:0,1,2,3"]},
+    ),
     # The 3 looks best beside nothing, in the node of 4; only the other node leaves room for both pairs.
-    assert placed({"a": Footprint(1, 3), "b": Footprint(3, 2)}, [], 5, 4) == {
-        "a": ["0:0,1,2"],
-        "b": ["0:3,4", "1:0,1", "1:2,3"],
-    }
+    "a choice that is taken back": (
+        {"a": Footprint(1, 3), "b": Footprint(3, 2)},
+        "",
+        [5, 4],
+        {"a": ["0:0,1,2"], "b": ["0:3,4", "1:0,1", "1:2,3"]},
+    ),
+    "devices that lie close together": (
+        {"a": Footprint(2, 2), "b": ranks(1)},
+        "",
+        TWO_SOCKETS,
+        {"a": ["0:3,4", "0:0,1"], "b": ["0:2"]},
+    ),
+    "across sockets": ({"a": Footprint(1, 4)}, "", TWO_SOCKETS, {"a": ["0:0,1,2,3"]}),
+}
 
 
-def test_units_take_devices_that_lie_close_together():
-    two_sockets = [[["0", "1", "2"], ["3", "4"]]]
-    found = placed({"a": Footprint(2, 2), "b": ranks(1)}, [], 5, domains=two_sockets)
-    assert found == {"a": ["0:3,4", "0:0,1"], "b": ["0:2"]}
-    across = placed({"a": Footprint(1, 4)}, [], 5, domains=two_sockets)
-    assert across == {"a": ["0:0,1,2,3"]}
+@pytest.mark.parametrize("plan", PLANS)
+def test_processes_come_to_exactly_these_devices(plan):
+    """On nodes that are called 0, 1, 2, …: "node:devices" of each process."""
+    footprints, shared, machines, expected = PLANS[plan]
+    domains = [[[str(i) for i in range(node)]] if isinstance(node, int) else node for node in machines]
+    slots = list_slots(pack_slots(footprints, [[*shared]] if shared else []))
+    where = assign_nodes(slots, nodes(*(sum(map(len, node)) for node in domains)))
+    placed = place_processes(slots, where, domains)
+    assert {
+        model: [f"{placement.node}:{','.join(placement.devices)}" for placement in ranks]
+        for model, ranks in placed.items()
+    } == expected
 
 
 def test_cpu_processes_go_where_cores_are_free():

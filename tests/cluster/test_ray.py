@@ -14,7 +14,7 @@ from coalign.cluster.ray import connection
 from coalign.cluster.ray.actor import RayWorker
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.data.batch import Batch
-from coalign.types import Max, Stat, Total
+from coalign.types import Total
 from tests.cluster.conftest import find_pid
 from tests.cluster.test_apply import centre
 
@@ -75,11 +75,9 @@ def _place(module, store):
     return module.context.rank, module.context.world_size, module.context.rendezvous
 
 
-def test_every_rank_of_a_group_is_called_and_statistics_merge(ray_cluster, prompts):
-    stats = ray_cluster.models["trainer"].train_step(prompts).result()
-    assert stats == {"tokens": Total(22), "ranks": Total(2), "largest": Max(21.0), "mean": Stat(231.0, 22)}
+def test_every_rank_of_a_group_is_called_though_it_has_nothing_to_do(ray_cluster, prompts):
     stats = ray_cluster.models["trainer"].train_step(prompts.slice(2, 3)).result()
-    assert (stats["tokens"], stats["ranks"]) == (Total(4), Total(2))  # one of them had nothing to do
+    assert (stats["tokens"], stats["ranks"]) == (Total(4), Total(2))
 
 
 def test_replicas_without_work_are_left_alone(ray_cluster, prompts):
@@ -125,10 +123,6 @@ def test_actors_say_what_they_are(ray_cluster):
     assert {"policy:replica0", "policy:replica1", "judge:replica0", "trainer:rank0", "trainer:rank1"} <= {
         name for _, _, name in names
     }
-
-
-def test_threads_are_set_however_many_cores_are_reserved(ray_cluster):
-    assert ray_cluster.models["policy"].threads().result() == 1
 
 
 @pytest.mark.parametrize("kind", ["local", "ray"])

@@ -18,22 +18,8 @@ def ranks(processes: int, together: int = 1) -> Footprint:
     return Footprint(processes, 1, together)
 
 
-def replicas(processes: int, devices: int) -> Footprint:
-    return Footprint(processes, devices)
-
-
-def on_cpu(processes: int) -> Footprint:
-    return Footprint(processes, 0)
-
-
 def singles(*places: int) -> tuple[tuple[int, ...], ...]:
     return tuple((place,) for place in places)
-
-
-def test_models_in_no_group_own_their_devices():
-    slots = pack_slots({"a": ranks(2), "b": ranks(1)}, [])
-    assert slots["a"] is not slots["b"]
-    assert (slots["a"].devices, slots["b"].devices) == (2, 1)
 
 
 def test_a_group_needs_as_much_as_its_largest_member():
@@ -48,13 +34,13 @@ def test_small_members_lie_side_by_side():
 
 
 def test_processes_of_several_devices_lie_on_those_of_processes_with_one():
-    slot = pack_slots({"trainer": ranks(4), "policy": replicas(2, 2)}, [["trainer", "policy"]])["policy"]
+    slot = pack_slots({"trainer": ranks(4), "policy": Footprint(2, 2)}, [["trainer", "policy"]])["policy"]
     assert slot.positions == {"trainer": singles(0, 1, 2, 3), "policy": ((0, 1), (2, 3))}
     assert slot.units == ((0, 1), (2, 3))
 
 
 def test_no_process_lies_across_two_that_need_a_node_each():
-    members = {"a": ranks(8), "b": replicas(2, 3), "c": replicas(1, 2), "d": ranks(1)}
+    members = {"a": ranks(8), "b": Footprint(2, 3), "c": Footprint(1, 2), "d": ranks(1)}
     slot = pack_slots(members, [list(members)])["a"]
     assert slot.positions["b"] == ((0, 1, 2), (3, 4, 5))
     assert slot.positions["c"] == ((6, 7),) and slot.positions["d"] == singles(0)
@@ -67,7 +53,7 @@ def test_tensor_parallel_ranks_need_one_node():
 
 
 def test_side_by_side_runs_in_parallel_and_the_large_one_excludes_both():
-    slot = pack_slots({"a": ranks(4), "b": replicas(1, 2), "c": ranks(2)}, [["a", "b", "c"]])["a"]
+    slot = pack_slots({"a": ranks(4), "b": Footprint(1, 2), "c": ranks(2)}, [["a", "b", "c"]])["a"]
     entered = threading.Event()
 
     def large():
@@ -83,7 +69,7 @@ def test_side_by_side_runs_in_parallel_and_the_large_one_excludes_both():
 
 
 def test_cpu_models_beside_devices():
-    slot = pack_slots({"a": ranks(2), "b": on_cpu(3), "c": ranks(1)}, [["a", "b", "c"]])["a"]
+    slot = pack_slots({"a": ranks(2), "b": Footprint(3, 0), "c": ranks(1)}, [["a", "b", "c"]])["a"]
     assert (slot.size, slot.devices) == (3, 2)
     assert slot.positions["b"] == singles(0, 1, 2)
     assert slot.positions["c"] == singles(0), "a device model never lies on a place that is no device"
@@ -92,7 +78,7 @@ def test_cpu_models_beside_devices():
 def test_spread():
     wide = Footprint(2, 1, spread=True)
     assert not pack_slots({"a": ranks(2)}, [])["a"].spread
-    assert pack_slots({"a": on_cpu(2)}, [])["a"].spread
+    assert pack_slots({"a": Footprint(2, 0)}, [])["a"].spread
     assert pack_slots({"a": wide, "b": ranks(2)}, [["a", "b"]])["b"].spread
     message = r"runtime.colocation\[0\]: 'a' and 'b' share devices, and only one of them asks for `placement: spread`"
     with pytest.raises(ConfigError, match=message):
@@ -127,7 +113,7 @@ def test_processes_and_their_devices(config, spmd, expected):
 
 
 def test_a_batch_has_as_many_shares_as_groups_of_ranks():
-    assert tuple(f.data_parallel_size for f in (ranks(8, together=4), replicas(4, 2), on_cpu(3))) == (2, 4, 3)
+    assert tuple(f.data_parallel_size for f in (ranks(8, together=4), Footprint(4, 2), Footprint(3, 0))) == (2, 4, 3)
     assert Footprint(8, 1, together=2, alike=2).data_parallel_size == 2
 
 
@@ -158,8 +144,8 @@ def test_numbers_that_do_not_divide_are_refused(config, spmd, message):
 members = st.one_of(
     st.builds(ranks, st.integers(1, 8)),
     st.builds(lambda groups, wide: ranks(groups * wide, wide), st.integers(1, 3), st.integers(2, 4)),
-    st.builds(replicas, st.integers(1, 4), st.integers(1, 4)),
-    st.builds(on_cpu, st.integers(1, 8)),
+    st.builds(Footprint, st.integers(1, 4), st.integers(1, 4)),
+    st.builds(Footprint, st.integers(1, 8), st.just(0)),
 )
 
 

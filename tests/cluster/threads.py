@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from coalign.cluster.dist import DistActor
-from coalign.cluster.local import LocalCluster, LocalWorker
+from coalign.cluster.future import BatchRef, Meta
+from coalign.cluster.local import LocalCluster, LocalStore, LocalWorker
 from coalign.cluster.placement.slots import Slot
 from coalign.cluster.worker import Worker
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
+from coalign.data.batch import Batch
 from coalign.roles import Context
+
+_STORE = LocalStore()
 
 
 class ThreadCluster(LocalCluster):
@@ -32,3 +36,8 @@ def thread_cluster(models: Mapping[str, Mapping[str, object]], **runtime: object
     for name, config in configs.items():
         cluster.spawn(name, config, Context(model=name, threads=1)).ready.result()
     return cluster
+
+
+def store_batch(batch: Batch) -> BatchRef:
+    """A reference to a batch in a store of this process."""
+    return BatchRef.of(Meta.of(batch), _STORE.put(batch), _STORE)

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.batch import Batch
 from coalign.data.examples import Example, RowEncoder, build_batch
@@ -47,6 +49,15 @@ def batch(kind: str, *rows: dict[str, Any], **config: Any) -> Batch:
 def texts(made: Batch, tokenizer: Any = TOKENIZER) -> list[tuple[str, str]]:
     """Of each sequence: all of it, and what is trained."""
     return [(tokenizer.decode(r["tokens"]), tokenizer.decode(r["tokens"][r["loss_mask"]])) for r in made.rows()]
+
+
+def assert_same(one: Batch, other: Batch) -> None:
+    """Two batches have the same sequences and columns, bit for bit."""
+    assert one.lengths.tolist() == other.lengths.tolist()
+    assert set(one.token) == set(other.token) and set(one.sequence) == set(other.sequence)
+    for name in [*one.token, *one.sequence]:
+        a, b = one[name], other[name]
+        assert torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, torch.Tensor) else a == b, name
 
 
 def write(path: Path, rows: Iterable[dict[str, Any]]) -> str:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from coalign.data.batch import Batch, split_ranges
 from coalign.types import Status
+from tests.data.reading import assert_same
 
 settings.register_profile("quick", max_examples=60, deadline=None, derandomize=True)
 settings.load_profile("quick")
@@ -26,14 +27,6 @@ def make(lengths, groups=None):
             "rows": [{"row": i} for i in range(len(lengths))],
         },
     )
-
-
-def same(a, b):
-    assert a.lengths.tolist() == b.lengths.tolist()
-    assert set(a.token) == set(b.token) and set(a.sequence) == set(b.sequence)
-    for name in [*a.token, *a.sequence]:
-        x, y = a[name], b[name]
-        assert torch.equal(x, y) and x.dtype == y.dtype if isinstance(x, torch.Tensor) else x == y, name
 
 
 lengths = st.lists(st.integers(0, 9), max_size=14)
@@ -53,7 +46,7 @@ def grouped(draw):
 def test_split_is_a_partition_in_order_that_keeps_groups(batch, n, keep, by):
     parts = batch.split(n, keep=keep, by=by)
     assert len(parts) == n
-    same(Batch.concat(parts), batch)
+    assert_same(Batch.concat(parts), batch)
     if keep:
         seen = [set(p["group"].tolist()) for p in parts]
         assert sum(map(len, seen)) == len(set(batch["group"].tolist()))
@@ -83,7 +76,7 @@ def test_micro_keeps_the_budget_and_fitting_groups_in_order(batch, budget, keep)
     rows = [row for m in micros for row in m["row"]]
     assert sorted(rows) == list(range(len(batch)))
     if len(batch):
-        same(Batch.concat(micros).without("row"), batch.select(rows))
+        assert_same(Batch.concat(micros).without("row"), batch.select(rows))
     if keep:
         for group in set(batch["group"].tolist()):
             size = int(batch.lengths[batch["group"] == group].sum())
@@ -124,7 +117,7 @@ def test_select_takes_whole_sequences_in_the_order_asked_for(data):
 def test_a_mask_selects_like_its_indices(data):
     batch = make(data.draw(lengths))
     mask = data.draw(st.lists(st.booleans(), min_size=len(batch), max_size=len(batch)))
-    same(batch.select(torch.tensor(mask, dtype=torch.bool)), batch.select([i for i, m in enumerate(mask) if m]))
+    assert_same(batch.select(torch.tensor(mask, dtype=torch.bool)), batch.select([i for i, m in enumerate(mask) if m]))
 
 
 @pytest.mark.parametrize(
@@ -182,13 +175,13 @@ def test_a_batch_does_not_change():
 @given(grouped())
 def test_pickling_keeps_everything(batch):
     _ = batch.segment, batch.offsets
-    same(pickle.loads(pickle.dumps(batch)), batch)
+    assert_same(pickle.loads(pickle.dumps(batch)), batch)
 
 
 def test_a_pickled_part_does_not_carry_the_rest():
     part = make([1000] * 100).split(100)[3]
     assert len(pickle.dumps(part)) < 40_000  # 1000 tokens: 4 kB and 8 kB; the whole batch is 1.2 MB
-    same(pickle.loads(pickle.dumps(part)), part)
+    assert_same(pickle.loads(pickle.dumps(part)), part)
 
 
 @given(grouped())
@@ -201,7 +194,7 @@ def test_segment_and_offsets(batch):
 
 def test_concat_of_nothing_and_of_different_columns():
     assert len(Batch.concat([])) == 0
-    same(Batch.concat([make([]), make([2])]), make([2]))
+    assert_same(Batch.concat([make([]), make([2])]), make([2]))
 
 
 def test_samples_are_the_rows_of_a_batch():

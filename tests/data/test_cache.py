@@ -9,13 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data import cache as stored
 from coalign.data import kinds
 from coalign.data.loader import build_loader
-from tests.data.reading import write
+from tests.data.reading import assert_same, write
 from tests.tiny import CHATML, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -40,13 +39,6 @@ def entries(cache):
     return sorted(path.name for path in Path(cache).iterdir())
 
 
-def same(a, b):
-    assert a.lengths.tolist() == b.lengths.tolist() and a["rows"] == b["rows"]
-    assert set(a.token) == set(b.token) and set(a.sequence) == set(b.sequence)
-    for name, column in {**a.token, **{k: v for k, v in a.sequence.items() if k != "rows"}}.items():
-        assert column.dtype == b[name].dtype and torch.equal(column, b[name]), name
-
-
 @pytest.mark.parametrize("kind", sorted(kinds.KINDS))
 def test_cached_draws_are_those_without_a_cache(tmp_path, kind, monkeypatch):
     path, cache = write(tmp_path / "a.jsonl", ROWS[kind]), str(tmp_path / "cache")
@@ -60,10 +52,10 @@ def test_cached_draws_are_those_without_a_cache(tmp_path, kind, monkeypatch):
     assert plain.orders[0].tokens == opened.orders[0].tokens
     for _ in range(6):
         batch = plain.next()
-        same(batch, built.next())
-        same(batch, opened.next())
+        assert_same(batch, built.next())
+        assert_same(batch, opened.next())
     for (_, a), (_, b) in zip(plain.all(), opened.all(), strict=True):
-        same(a, b)
+        assert_same(a, b)
 
 
 def test_rows_come_from_the_source_and_only_what_was_added_is_stored(tmp_path):
@@ -125,7 +117,7 @@ def test_a_damaged_entry_is_built_again(tmp_path, caplog, name, damage):
     with caplog.at_level(logging.WARNING):
         after = loader(path, cache=str(cache))
     assert "tokenising a.jsonl again" in caplog.text
-    same(loader(path).next(), after.next())
+    assert_same(loader(path).next(), after.next())
     assert entries(cache) == [entry.name] and (entry / "tokens").stat().st_size
     caplog.clear()
     loader(path, cache=str(cache))
@@ -139,7 +131,7 @@ def test_several_at_once_leave_one_entry(tmp_path, monkeypatch):
     assert len(entries(cache)) == 1
     batches = [one.next() for one in made]
     for batch in batches:
-        same(batch, batches[0])
+        assert_same(batch, batches[0])
 
 
 def test_nothing_is_left_of_a_source_that_was_refused(tmp_path):

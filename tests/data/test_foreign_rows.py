@@ -30,21 +30,6 @@ def test_alpaca_with_system_and_history(history):
         assert text(bare) == text(ALPACA) and text(bare, system="S")[0].startswith("<|im_start|>system\nS<")
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        (ALPACA | {"history": ["Hi", "Hello"]}, r"'history' is .*; expected a list of \[question, answer\]"),
-        (ALPACA | {"history": [["Hi", 3]]}, "'history': message 1: content is int"),
-        (ALPACA | {"system": ["S"]}, "'system' is list; expected the text"),
-        ({"messages": [SYSTEM, *TURNS], "system": "Other."}, "two system messages"),
-        ({"prompt": [user("1?")], "answer": "2", "history": [["a", "b"]]}, "has 'history' and messages under 'prompt'"),
-    ],
-)
-def test_columns_of_another_form_are_refused(row, message):
-    with pytest.raises(ValueError, match=rf"a\.jsonl:1: .*{message}"):
-        batch("conversations", row)
-
-
 def test_pairs_of_alpaca_and_sharegpt():
     turn = [{"from": "human", "value": "Add.\n\n1 + 1"}]
     pair = {"chosen": {"from": "gpt", "value": "2"}, "rejected": {"from": "gpt", "value": "3"}}

@@ -22,13 +22,6 @@ def test_the_rows_of_the_page_are_read(kind):
     assert len(use(examples, *rows)) == len(rows) > 0
 
 
-def test_keys_of_a_source_as_on_the_page():
-    row = {"question": "1+1?", "6b_finetuning": {"solution": "2", "is_correct": False}}
-    keys = {"prompt": "question", "answer": "6b_finetuning.solution", "label": "6b_finetuning.is_correct"}
-    ((example,),) = use(reader("labelled", keys=keys), row)
-    assert example.columns["preference"] == 0.0 and example.row["answer"] == "2"
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("template", ["auto", "none"])
 def test_a_row_that_would_be_tokenised_for_minutes_counts_as_long(kind, template, monkeypatch):
@@ -46,6 +39,8 @@ def test_a_row_that_would_be_tokenised_for_minutes_counts_as_long(kind, template
 
 
 GOOD = {"prompt": "1+1?", "answer": "2", "label": True}
+ALPACA = {"instruction": "Add.", "input": "1 + 1", "output": "2"}
+SYSTEM, TALK = {"role": "system", "content": "Be brief."}, [user("1+1?"), assistant("2")]
 PAIR = {"prompt": "1+1?", "chosen": "2", "rejected": "five"}
 STEPS = {"prompt": "1+1+1?", "steps": ["1+1=2", "2+1=4"], "labels": [True, 0.25]}
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
@@ -54,17 +49,40 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"prompt": ["a"]}, "'prompt': message 0 is not an object with role and content: a"),
         ({"prompt": [{"role": "user"}]}, "'prompt': message 0 is not an object with role and content"),
         ({"messages": {}}, "'messages' is dict"),
+        ({"text": "1?", "n": 1}, r"no key 'prompt'; the row has n, text; .*'text'.*`keys: \{prompt: text\}`"),
     ],
     "conversations": [
         ({"prompt": "a", "answer": 3}, "'answer' is int; expected a string"),
         ({"prompt": "a"}, "no key 'answer'; the row has prompt"),
+        ({"prompt": "1?", "target": "2"}, r"no key 'answer'; .* `keys: \{answer: target\}`"),
+        (ALPACA | {"history": ["Hi", "Hello"]}, r"'history' is .*; expected a list of \[question, answer\]"),
+        (ALPACA | {"history": [["Hi", 3]]}, "'history': message 1: content is int"),
+        (ALPACA | {"system": ["S"]}, "'system' is list; expected the text"),
+        ({"messages": [SYSTEM, *TALK], "system": "Other."}, "two system messages"),
+        ({"prompt": [user("1?")], "answer": "2", "history": [["a", "b"]]}, "has 'history' and messages under 'prompt'"),
+        ({"messages": TALK, "tools": 3}, "'tools' is no list of JSON Schema functions: 3"),
+        ({"messages": TALK, "tools": ["add"]}, r"'tools' is no valid JSON: Expecting value \(column 1\)"),
+        ({"messages": TALK, "tools": '["add"'}, "'tools' is no valid JSON"),
+        ({"messages": TALK, "tools": {"name": "add"}}, "'tools' is no list of JSON Schema functions"),
+        (
+            {"messages": [user("a"), {"role": "assistant", "tool_calls": ["add"]}]},
+            "message 1: a tool call is an object",
+        ),
+        (
+            {"messages": [user("a"), {"role": "assistant", "content": 3}]},
+            "message 1: content is int; expected a string",
+        ),
+        ({"messages": [user("a"), {"role": "assistant"}]}, "message 1 is not an object with role and content"),
     ],
     "documents": [
         ({"body": "a"}, "no key 'text'; the row has body"),
         ({"text": 3}, "'text' is int; expected"),
+        ({"content": "1?"}, r"`keys: \{text: content\}`"),
     ],
     "preferences": [
         ({"prompt": "p", "chosen": "a"}, "no key 'rejected'; the row has chosen, prompt"),
+        ({"prompt": "1?", "response_a": "2", "response_b": "3"}, r"`keys: \{chosen: response_a\}`"),
+        ({"system": "s", "question": "1?", "chosen": "2", "rejected": "3"}, r"data\.prompt_key"),
         ({"chosen": "a", "rejected": "b"}, "the row has no prompt, and 'chosen' is a text that does not hold one"),
         ({**PAIR, "chosen": 3}, "'chosen' is int; expected a string or a list"),
         ({**PAIR, "chosen": [{"content": "a"}]}, "'chosen': message 0 is not an object with role and content"),
@@ -103,6 +121,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         ({"prompt": "p", "answer": "a"}, "no key 'label'; the row has"),
         ({"prompt": "p", "label": True}, "no key 'answer'; the row has"),
+        ({"prompt": "1?", "answer": "2", "is_correct": True}, r"`keys: \{label: is_correct\}`"),
     ],
 }
 

@@ -49,9 +49,3 @@ def test_the_classes_are_counted_and_one_alone_is_told():
     examples = reader("labelled")
     use(examples, GOOD, GOOD)
     assert examples.warning() == "none of the 2 usable rows is undesirable"
-
-
-def test_keys_may_have_other_names():
-    made = batch("labelled", {"prompt": "1+1?", "completion": "2", "desirable": True}, answer_key="completion",
-                 label_key="desirable")  # fmt: skip
-    assert texts(made) == texts(batch("labelled", GOOD))

@@ -4,8 +4,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from coalign.backends.packing import pack
 from tests.data.reading import TOKENIZER, assistant, batch, chatml, reader, texts, use, user
@@ -90,12 +88,7 @@ def test_the_prompt_is_laid_down_once():
 
 
 def test_a_prompt_whose_end_merges_with_one_response_is_shared_up_to_there():
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate([*alphabet, "ĊĊ"])}, merges=[("Ċ", "Ċ")]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    inner.decoder = decoders.ByteLevel()
-    inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>", chat_template=CHATML)
+    tokenizer = tiny_tokenizer(merges=(("Ċ", "Ċ"),))  # two line breaks are one token
     made = batch("preferences", {"prompt": "a", "chosen": "\nb", "rejected": "c"}, tokenizer=tokenizer)
     rows = list(made.rows())
     n = int(rows[0]["prompt_length"])

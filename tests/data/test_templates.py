@@ -6,12 +6,12 @@ from itertools import groupby
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from coalign.data.sources import BadRow
 from coalign.data.templates import ChatTemplate, PlainText, load_template
-from tests.data.reading import batch, reader, texts, use
+from tests.data.reading import batch, texts
 from tests.tiny import CHATML, tiny_tokenizer
 
 LLAMA3 = (
@@ -176,14 +176,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
 
 
 def test_a_token_across_the_border_belongs_to_the_answer():
-    # A tokenizer that merges two line breaks into one token, and an answer that begins with a line break.
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {c: i for i, c in enumerate([*alphabet, "ĊĊ"])}
-    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[("Ċ", "Ċ")]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    inner.decoder = decoders.ByteLevel()
-    inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>")
+    tokenizer = tiny_tokenizer(merges=(("Ċ", "Ċ"),))  # the answer begins with a line break, which merges with another
     tokens, mask = ChatTemplate(tokenizer, CHATML).conversation([*ASK, {"role": "assistant", "content": "\n2"}])
     trained = [t for t, m in zip(tokens, mask, strict=True) if m]
     assert tokenizer.convert_ids_to_tokens(trained) == ["ĊĊ", "2", "<|im_end|>"]
@@ -276,24 +269,6 @@ def test_calls_are_trained_and_what_tools_return_is_not(call):
     pair = {"prompt": ASK, "chosen": [call], "rejected": "2"}
     made = batch("preferences", pair, tokenizer=tokenizer)
     assert texts(made, tokenizer)[0][1].startswith("<tool_call>") and texts(made, tokenizer)[1][1] == "2<|im_end|>"
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"tools": 3}, "'tools' is no list of JSON Schema functions: 3"),
-        ({"tools": ["add"]}, r"'tools' is no valid JSON: Expecting value \(column 1\)"),
-        ({"tools": '["add"'}, "'tools' is no valid JSON"),
-        ({"tools": {"name": "add"}}, "'tools' is no list of JSON Schema functions"),
-        ({"messages": [*ASK, {"role": "assistant", "tool_calls": ["add"]}]}, "message 1: a tool call is an object"),
-        ({"messages": [*ASK, {"role": "assistant", "content": 3}]}, "message 1: content is int; expected a string"),
-        ({"messages": [*ASK, {"role": "assistant"}]}, "message 1 is not an object with role and content"),
-    ],
-)
-def test_tools_of_another_shape_are_refused(row, message):
-    tokenizer = tiny_tokenizer(chat_template=HERMES)
-    with pytest.raises(ValueError, match=f"a.jsonl:1: .*{message}"):
-        use(reader("conversations", tokenizer=tokenizer), {"messages": ONE} | row)
 
 
 def test_a_template_without_a_place_for_tools_is_refused():

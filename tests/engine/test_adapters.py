@@ -27,8 +27,7 @@ def merged(config, step: int, hf: str = "hf") -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("cluster", ["local", pytest.param("ray", marks=pytest.mark.slow)])
 def test_the_policy_samples_from_the_merged_weights(tmp_path, cluster):
     config = adapted(tmp_path, "grpo", cluster=cluster)
-    assert runs.run(config) == 0
-    steps = [m for m in runs.metrics(config) if "loss/mismatch_max" in m]
+    steps = [m for m in runs.run_to_end(config) if "loss/mismatch_max" in m]
     assert len(steps) == 4
     # The trainer's own log-probs of what the policy sampled, after 0, 1, 2 and 3 updates.
     assert max(m["loss/mismatch_max"] for m in steps) < 1e-5
@@ -48,7 +47,7 @@ def test_on_ray_only_what_changes_travels_after_the_first_time(tmp_path):
     assert {m["sync/bytes"] for m in runs.metrics(config) if "sync/bytes" in m} == {changing}
 
 
-def test_a_checkpoint_holds_the_adapter_alone_too_and_a_stopped_run_ends_with_the_same_weights(tmp_path):
+def test_a_checkpoint_holds_the_adapter_alone_too_and_a_stopped_run_ends_with_the_same_weights_and_averages(tmp_path):
     import peft
 
     whole = adapted(tmp_path, "sft", save_every=2, eval_at_start=False)
@@ -62,13 +61,14 @@ def test_a_checkpoint_holds_the_adapter_alone_too_and_a_stopped_run_ends_with_th
     assert "adapter/adapter_model.safetensors" in (directory / "manifest.json").read_text()
     resumed = runs.run_in_two_parts(whole)
     assert runs.weights_hash(resumed, 4) == runs.weights_hash(whole, 4) != runs.weights_hash(whole, 2)
+    averages = merged(resumed, 4, "hf_ema"), merged(whole, 4, "hf_ema")
+    assert all(torch.equal(averages[0][name], tensor) for name, tensor in averages[1].items())
 
 
 def test_ppo_with_adapters_on_both_models(tmp_path):
     config = adapted(tmp_path, "ppo", steps=2)
     config["models"]["value"] = {"lora": LORA, "optimizer": {"lr": 3e-2}}
-    assert runs.run(config) == 0
-    steps = [m for m in runs.metrics(config) if "loss/mismatch_max" in m]
+    steps = [m for m in runs.run_to_end(config) if "loss/mismatch_max" in m]
     assert max(m["loss/mismatch_max"] for m in steps) < 1e-5
     assert all(m["value/loss/grad_norm"] > 0 for m in steps)
     checkpoint = Path(config["output"]) / "checkpoints" / "step_2"

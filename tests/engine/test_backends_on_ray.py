@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from tests.conformance.backends import DEEPSPEED, MEGATRON
 from tests.conformance.engines import SMALL, VLLM, model_dir
-from tests.runs import metrics, run, settings
+from tests.runs import run_to_end, settings
 
 pytestmark = [pytest.mark.backends, pytest.mark.timeout(900)]
 pytest.importorskip("ray")
@@ -31,8 +31,7 @@ def config(tmp_path_factory):
     config["loss"] = {"fn": "policy_gradient", "kl_coef": 0.05}
     # An update without advantages has a gradient of rounding alone, which Adam would make whole steps of.
     config["models"]["trainer"]["optimizer"] |= {"eps": 1e-3}
-    assert run(config) == 0
-    return config, metrics(config)
+    return config, run_to_end(config)
 
 
 def on_ray(config, name: str, policy: dict, trainer: dict) -> list[dict]:
@@ -43,8 +42,7 @@ def on_ray(config, name: str, policy: dict, trainer: dict) -> list[dict]:
     }
     runtime = config["runtime"] | {"cluster": "ray"}
     own = config | {"output": f"{config['output']}-{name}", "models": models, "runtime": runtime}
-    assert run(own) == 0
-    return metrics(own)
+    return run_to_end(own)
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
@@ -66,8 +64,7 @@ def test_adapters_learn_what_they_do_in_one_process(config, request):
     lora = {"lora": {"rank": 4}}
     alone = config[0] | {"output": f"{config[0]['output']}-lora", "models": dict(config[0]["models"])}
     alone["models"]["trainer"] = alone["models"]["trainer"] | lora
-    assert run(alone) == 0
-    compare(on_ray(config[0], request.node.name, {"module": "native"}, TENSOR | lora), metrics(alone))
+    compare(on_ray(config[0], request.node.name, {"module": "native"}, TENSOR | lora), run_to_end(alone))
     folders = (f"{config[0]['output']}-{name}" for name in (request.node.name, "lora"))
     found, wanted = (load_file(next(Path(folder).rglob("adapter_model.safetensors"))) for folder in folders)
     assert found.keys() == wanted.keys()

@@ -10,7 +10,7 @@ from coalign.config.schema.rollout import RolloutConfig
 from coalign.data.batch import Batch
 from coalign.engine.rollouts.selection import add_budgets
 from tests.engine.test_partial_rollout import Watched, partial
-from tests.runs import metrics, run, settings
+from tests.runs import run, run_to_end, settings
 
 
 def prompts(*rows):
@@ -47,9 +47,8 @@ def test_what_is_no_number_of_samples_is_refused(wrong):
 
 
 def test_prompts_begin_as_many_samples_as_they_may():
-    begun = begin_samples(
-        add_budgets(prompts({"n": 3}, {}), RolloutConfig(samples_key="n"), samples=2, max_new_tokens=9), 2
-    )
+    rows = add_budgets(prompts({"n": 3}, {}), RolloutConfig(samples_key="n"), samples=2, max_new_tokens=9)
+    begun = begin_samples(rows, 2)
     assert begun["group"].tolist() == [0, 0, 0, 1, 1]
     assert begun["index"].tolist() == [0, 1, 2, 0, 1]
     assert "samples" not in begun
@@ -74,7 +73,6 @@ def test_a_run_keeps_to_the_budget_of_its_groups(tmp_path):
     rollout = {"group_tokens": 14, "round_tokens": 2}
     config = settings(tmp_path, "grpo", steps=2, eval_at_start=False) | {"rollout": rollout}
     config["data"].pop("eval")
-    run(config)
-    for line in metrics(config):
+    for line in run_to_end(config):
         assert line["tokens/response_max"] == 3 and line["samples/count"] == 16  # 14 // 4 of at most 8
         assert line["samples/truncated"] > 0

@@ -14,18 +14,12 @@ def near(values):
     return pytest.approx(values, abs=1e-4)
 
 
-def test_the_plain_weighted_sum():
-    terms = [_RewardTerm("a", 2.0), _RewardTerm("b", -0.5)]
-    assert combine(VALUES, GROUP, terms, {}).tolist() == [2.0, 5.5, 9.5, 14.0]
-
-
 def test_normalise_then_clip_then_weigh():
     # a: mean 4, std √5; b: mean 1/2 and std 1/2 in both groups
     terms = [_RewardTerm("a", 2.0, "batch", clip=1.0), _RewardTerm("b", 0.5, "group")]
     first = 1 / 5**0.5
-    assert combine(VALUES, GROUP, terms, {}).tolist() == near(
-        [-2.0 - 0.5, -2 * first + 0.5, 2 * first + 0.5, 2.0 - 0.5]
-    )
+    expected = near([-2.0 - 0.5, -2 * first + 0.5, 2 * first + 0.5, 2.0 - 0.5])
+    assert combine(VALUES, GROUP, terms, {}).tolist() == expected
     assert combine(VALUES, GROUP, [_RewardTerm("a", clip=4.0), _RewardTerm("b")], {}).tolist() == [1.0, 4.0, 5.0, 4.0]
 
 
@@ -52,16 +46,13 @@ def test_equal_values_are_worth_nothing(how):
 
 def test_a_term_without_weight_may_lack_values():
     lacking = torch.stack([VALUES[0], torch.full((4,), float("nan"))])
-    assert (
-        combine(lacking, GROUP, [_RewardTerm("a"), _RewardTerm("b", 0.0, "batch")], {}).tolist() == VALUES[0].tolist()
-    )
+    terms = [_RewardTerm("a"), _RewardTerm("b", 0.0, "batch")]
+    assert combine(lacking, GROUP, terms, {}).tolist() == VALUES[0].tolist()
 
 
 def test_of_no_sequences_there_is_nothing():
     for how in ("none", "batch", "group"):
-        assert combine(
-            torch.zeros(1, 0), torch.zeros(0, dtype=torch.int64), [_RewardTerm("a", 1.0, how)], {}
-        ).shape == (0,)
+        assert len(combine(VALUES[:1, :0], GROUP[:0], [_RewardTerm("a", 1.0, how)], {})) == 0
     assert Moments.of(torch.zeros(0)) == Moments()
 
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from benchmarks.driver import SAMPLES, StandIn, engine_of, step
+from benchmarks.driver import SAMPLES, engine_of, step
 from coalign.cluster.future import BatchRef, Future
 from coalign.engine.hooks.timeline import Timeline
 
@@ -46,9 +46,3 @@ def test_steps_leave_nothing_behind(loop):
     assert alive() <= before + 2  # the pool's rest may have one more piece
     assert threading.active_count() <= threads + 1  # that of a call that has just ended
     assert len(timeline._ended) < 40
-
-
-def test_stand_ins_count_their_own_time(loop):
-    before = StandIn.seconds
-    step(*loop)
-    assert StandIn.seconds > before

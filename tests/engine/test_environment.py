@@ -71,13 +71,6 @@ def build(cluster, staleness=0, last=10, flow=None, batch_size=4, **selection):
     return environment, take, seen
 
 
-def test_synchronous_training_draws_one_batch_at_a_time(cluster):
-    _, take, seen = build(cluster, last=3)
-    for step in range(3):
-        assert take(step) == list(range(4 * step, 4 * step + 4))
-        assert seen == [(version, list(range(4 * version, 4 * version + 4))) for version in range(step + 1)]
-
-
 @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(staleness=st.integers(0, 5), last=st.integers(1, 9))
 def test_every_step_gets_its_groups_and_none_is_staler_than_the_bound(cluster, staleness, last):

@@ -9,7 +9,7 @@ from coalign.cli import main
 from coalign.cluster.future import WorkerError
 from coalign.report.step_line import format_fields, format_metric
 from coalign.rewards.calls import RewardError
-from tests.runs import ROOT, metrics, run, settings
+from tests.runs import ROOT, run, run_to_end, settings
 
 HERE = "tests.rewards.failing:"
 
@@ -35,16 +35,14 @@ def test_a_bug_ends_the_run(tmp_path, capfd, fn, message):
 
 def test_a_bug_may_be_admitted(tmp_path):
     config = configure(tmp_path, "forgets_zero", max_bugs=0.75)
-    assert run(config) == 0
-    last = metrics(config)[-1]
+    last = run_to_end(config)[-1]
     assert last["eval/mean"] == last["eval/mean@4"] == 1.0 and last["eval/pass@1"] == 0.25
     assert (last["eval/samples/count"], last["eval/samples/dropped"]) == (4, 12)
 
 
 def test_failures_are_wrong_in_pass_at_k_and_no_mean_stands_alone(tmp_path, caplog, capsys):
     config = configure(tmp_path, "is_away_if_wrong")
-    assert run(config) == 0
-    last = metrics(config)[-1]
+    last = run_to_end(config)[-1]
     assert last["eval/mean"] == 1.0 and last["eval/pass@1"] == 0.25 and last["eval/pass@4"] == 1.0
     assert format_metric(last, "eval/mean") == "1.000 (4 of 16)"
     assert "reward 1.000 (4 of 16)" in format_fields(last, {})
@@ -56,8 +54,7 @@ def test_failures_are_wrong_in_pass_at_k_and_no_mean_stands_alone(tmp_path, capl
 
 def test_what_is_logged_besides_costs_no_sample(tmp_path):
     config = configure(tmp_path, "says_too_much", samples=1)
-    assert run(config) == 0
-    last = metrics(config)[-1]
+    last = run_to_end(config)[-1]
     assert last["samples/count"] == 16 and last["reward/says_too_much/index"] == 1.5
     assert last["reward/says_too_much/ratio/not_logged"] == last["reward/says_too_much/text/not_logged"] > 0
 

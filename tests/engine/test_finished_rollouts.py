@@ -9,57 +9,43 @@ from typing import Any
 import pytest
 import torch
 
+from coalign.backends.engines.request import begin_samples, extend_samples
 from coalign.backends.engines.rollout_module import RolloutModule
 from coalign.checkpoint.schedule import Save
 from coalign.data.batch import Batch
 from coalign.engine.hooks.recorder import MetricsRecorder
 from coalign.engine.rollouts.finished_rollouts import _decode_samples, _encode_samples
-from coalign.types import Status
+from coalign.types import Response, Status
+from tests.data.reading import assert_same
 from tests.runs import metrics, run, settings, weights_hash
 
 STEPS = 5
 
 
-def make_samples(lengths: list[int], vocabulary: int = 70_000, seed: int = 0) -> tuple[Batch, Batch]:
+def make_samples(lengths: list[int], vocabulary: int = 70_000) -> tuple[Batch, Batch]:
     """Prompts of 3 tokens, and a response to each with these lengths."""
-    draw = torch.Generator().manual_seed(seed)
+    draw = torch.Generator().manual_seed(0)
     count = len(lengths)
     tokens = torch.randint(vocabulary, (3 * count,), generator=draw, dtype=torch.int32)
     rows = [{"prompt": f"question {number}"} for number in range(count)]
     prompts = Batch(torch.full((count,), 3)).with_(tokens=tokens, group=torch.arange(count) + 7, rows=rows)
-    own = torch.tensor([False, True]).repeat(count)
-    own = own.repeat_interleave(torch.tensor([[3, length] for length in lengths]).flatten())
-    whole = torch.randint(vocabulary, (len(own),), generator=draw, dtype=torch.int32)
-    whole[~own] = tokens
-    logprobs = torch.where(own, -torch.rand(len(own), generator=draw), 0.0)
-    samples = Batch(
-        torch.tensor(lengths) + 3,
-        {
-            "tokens": whole,
-            "loss_mask": own,
-            "rollout_logprobs": logprobs,
-            "versions": torch.where(own, 12, -1).to(torch.int32),
-        },
-        {
-            "group": prompts["group"],
-            "index": torch.zeros(count, dtype=torch.int32),
-            "prompt_length": torch.full((count,), 3, dtype=torch.int32),
-            "status": torch.full((count,), int(Status.TRUNCATED), dtype=torch.uint8),
-            "rows": rows,
-        },
-    )
-    return prompts, samples
+    responses = [
+        Response(
+            torch.randint(vocabulary, (length,), generator=draw, dtype=torch.int32),
+            -torch.rand(length, generator=draw),
+            torch.full((length,), 12, dtype=torch.int32),
+            Status.TRUNCATED,
+        )
+        for length in lengths
+    ]
+    return prompts, extend_samples(begin_samples(prompts, 1), range(count), responses)
 
 
 def test_samples_come_back_to_the_bit_in_eight_bytes_a_token():
     prompts, samples = make_samples([2000, 0, 3000, 1])
     columns, content = _encode_samples(prompts, samples) or pytest.fail("they begin as their prompts do")
     found = _decode_samples(prompts, columns, content)
-    assert found.token.keys() == samples.token.keys() and found.sequence.keys() == samples.sequence.keys()
-    assert torch.equal(found.lengths, samples.lengths) and found["rows"] == samples["rows"]
-    for name, column in {**samples.token, **samples.sequence}.items():
-        if isinstance(column, torch.Tensor):
-            assert torch.equal(found[name], column) and found[name].dtype == column.dtype, name
+    assert_same(found, samples)
     assert len(content) / 5001 < 8
     some = _decode_samples(prompts.select([2, 0]), columns, content)
     assert some["group"].tolist() == [7, 9] and torch.equal(some["tokens"], samples.select([0, 2])["tokens"])

@@ -1,12 +1,13 @@
 """Whole runs whose reward hangs, dies or is away for a while: none ends, and what failed is counted."""
 
 import time
+from contextlib import closing
 
 import pytest
 
 from coalign.cluster.future import WorkerError
 from packages.graders.tests.service import Service
-from tests.runs import metrics, run, settings
+from tests.runs import run, run_to_end, settings
 
 HERE = "packages.graders.tests.hostile:"
 
@@ -19,8 +20,7 @@ def configure(tmp_path, reward, **runtime):
 
 def train(tmp_path, reward, **runtime):
     config = configure(tmp_path, reward, **runtime)
-    assert run(config) == 0
-    return metrics(config)
+    return run_to_end(config)
 
 
 @pytest.mark.parametrize(
@@ -49,11 +49,8 @@ def test_a_service_that_is_away_for_a_while_costs_no_sample(tmp_path):
             return 500, {"error": "restarting"}, {}
         return 200, {"rewards": [float(len(query) % 3) for query in body["query"]]}, {}
 
-    service = Service(answer)
-    try:
+    with closing(Service(answer)) as service:
         lines = train(tmp_path, {"fn": "remote", "url": service.url, "retries": 0, "pause": 0.1, "open_after": 100})
-    finally:
-        service.close()
     assert lines[0]["reward/remote/service_failures"] >= 16 and "reward/remote/service_failures" not in lines[1]
     assert all(line["samples/count"] == 16 and not line.get("samples/dropped") for line in lines)
 
@@ -67,14 +64,10 @@ def test_a_service_that_stays_away_ends_the_run_with_a_checkpoint_and_it_goes_on
             return 500, {}, {}
         return 200, {"rewards": [float(len(query) % 3) for query in body["query"]]}, {}
 
-    service = Service(answer)
-    config = configure(tmp_path, {"fn": "remote", "url": service.url, "retries": 0, "patience": 0.5})
-    try:
+    with closing(Service(answer)) as service:
+        config = configure(tmp_path, {"fn": "remote", "url": service.url, "retries": 0, "patience": 0.5})
         with pytest.raises(WorkerError, match=r"none of 16 samples has a reward.*service: ServiceError"):
             run(config)
         assert (tmp_path / "run" / "checkpoints" / "step_1" / "manifest.json").exists()
         answers.extend([1] * 50)
-        assert run(config) == 0
-    finally:
-        service.close()
-    assert [line["step"] for line in metrics(config)] == [1, 2]
+        assert [line["step"] for line in run_to_end(config)] == [1, 2]

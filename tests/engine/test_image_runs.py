@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig, VisionConfig
 from coalign.launch.plan import prepare
 from tests.backends.test_images import answer, build_trainer, load_prompts
-from tests.runs import metrics, run, run_in_two_parts, samples
+from tests.runs import metrics, run, run_in_two_parts, run_to_end, samples
 from tests.runs import settings as text_settings
 from tests.tiny import tiny_model_dir
 from tests.vision import let_see, picture, vision_model_dir
@@ -25,29 +24,14 @@ from tests.vision import let_see, picture, vision_model_dir
 @pytest.fixture
 def settings(tmp_path):
     """Make the configuration of a run of a few seconds on twelve rows, of which every third is text alone."""
-    model, rows = vision_model_dir(tmp_path / "model"), []
-    for number in range(12):
-        picture(tmp_path / f"{number}.png", (24 + 8 * (number % 3), 16), number)
-        row = {"prompt": f"What is {number}?", "answer": str(number), "chosen": str(number), "rejected": "no"}
-        rows.append(row | ({"images": [f"{number}.png"]} if number % 3 else {}))
-    data = tmp_path / "rows.jsonl"
-    data.write_text("\n".join(json.dumps(row) for row in rows))
 
-    def make(algorithm: str, **sections: Any) -> dict[str, Any]:
-        runtime = {"steps": 4, "prompts_per_step": 4, "threads": 1, "cluster": "local", "trackers": [], "plots": False}
-        config: dict[str, Any] = {
-            "algorithm": algorithm,
-            "seed": 1,
-            "output": str(tmp_path / "run"),
-            "runtime": runtime | {"save_every": 2} | sections.get("runtime", {}),
-            "data": {"train": str(data), "images": {}},
-            "models": {"trainer": {"load": str(model), "optimizer": {"lr": 3e-3, "eps": 1e-3}}},
-        }
+    def make(algorithm: str, **runtime: Any) -> dict[str, Any]:
+        config = text_settings(tmp_path, algorithm, **{"save_every": 2, "eval_at_start": False} | runtime)
+        let_see(config, tmp_path)
+        config["models"]["trainer"]["optimizer"] |= {"eps": 1e-3}
         if algorithm == "grpo":
-            config["reward"] = {"fn": "tests.digits:digits"}
-            config["runtime"] |= {"samples_per_prompt": 4}
             config["loss"] = {"fn": "policy_gradient", "kl_coef": 0.05}
-            config["models"]["policy"] = {"load": str(model), "sampling": {"max_new_tokens": 4}}
+            config["models"]["policy"]["sampling"] = {"max_new_tokens": 4}
         return config
 
     return make
@@ -60,13 +44,13 @@ def read_weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "algorithm", ["sft", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dpo", "grpo"))]
 )
-def test_a_run_goes_on_where_it_was_and_exports_the_whole_model(algorithm, settings):
+def test_a_run_goes_on_where_it_was_and_exports_the_whole_model(algorithm, settings, tmp_path):
     config = settings(algorithm)
     assert run(config) == 0
     again = run_in_two_parts(config)
     whole, found = read_weights(config), read_weights(again)
     torch.testing.assert_close(found, whole, rtol=0, atol=0)
-    before = load_file(Path(config["models"]["trainer"]["load"]) / "model.safetensors")
+    before = load_file(tmp_path / "seeing" / "model.safetensors")
     assert before.keys() == whole.keys()
     moved = [name for name in whole if not torch.equal(whole[name], before[name])]
     assert {True, False} == {name.startswith("visual.") for name in moved}
@@ -91,13 +75,11 @@ def test_ray_computes_what_one_process_does(settings, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["kto", "orpo", "simpo", "online_dpo", "on_policy_distillation"])
-def test_other_algorithms_learn_from_images(algorithm, tmp_path):
-    config = text_settings(tmp_path, algorithm, steps=2, eval_at_start=False)
-    let_see(config, tmp_path)
+def test_other_algorithms_learn_from_images(algorithm, settings, tmp_path):
+    config = settings(algorithm, steps=2)
     if "teacher" in config["models"]:
         config["models"]["teacher"]["load"] = str(vision_model_dir(tmp_path / "another", seed=5))
-    assert run(config) == 0
-    assert all(0 < line["loss/grad_norm"] < float("inf") for line in metrics(config))
+    assert all(0 < line["loss/grad_norm"] < float("inf") for line in run_to_end(config))
     before, after = load_file(tmp_path / "seeing" / "model.safetensors"), read_weights(config)
     for part in ("visual.blocks", "visual.merger", "model.layers"):
         assert any(not torch.equal(after[name], before[name]) for name in before if part in name), part
@@ -149,7 +131,7 @@ def test_ppo_with_a_reward_model_and_a_value_model_that_see(settings, tmp_path):
     assert run(pairs) == 0
     again = run_in_two_parts(pairs)
     torch.testing.assert_close(read_weights(again), read_weights(pairs), rtol=0, atol=0)
-    config = settings("grpo", runtime={"steps": 2})
+    config = settings("grpo", steps=2)
     model = config["models"]["policy"]["load"]
     config |= {"algorithm": "ppo", "output": str(tmp_path / "ppo"), "reward": {"model": "judge"}}
     config["loss"] = {"fn": "policy_gradient"}
@@ -157,14 +139,13 @@ def test_ppo_with_a_reward_model_and_a_value_model_that_see(settings, tmp_path):
         "judge": {"load": str(Path(pairs["output"]) / "model"), "head": "reward"},
         "value": {"load": model, "head_init": "zero", "optimizer": {"lr": 1e-2}},
     }
-    assert run(config) == 0
-    last = metrics(config)[-1]
+    last = run_to_end(config)[-1]
     assert last["reward/std"] > 0 and last["loss/grad_norm"] > 0 and last["value/loss/grad_norm"] > 0, last
 
 
 @pytest.mark.slow
 def test_a_judge_that_sees_rewards_what_an_environment_has_shown(settings, tmp_path):
-    config = settings("grpo", runtime={"steps": 2})
+    config = settings("grpo", steps=2)
     judge = {"fn": "pairwise", "template": "{prompt} {first} or {second}?"}
     config |= {"algorithm": "rlaif", "reward": {"model": "judge"}}
     config["loss"] = {"fn": "policy_gradient"}
@@ -177,8 +158,7 @@ def test_a_judge_that_sees_rewards_what_an_environment_has_shown(settings, tmp_p
     shown = picture(tmp_path / "shown.png", (32, 40), 5)
     config["rollout"] = {"fn": "tests.environments.test_images:look_twice", "url": str(shown), "file": str(shown)}
     config["models"]["policy"]["sampling"] = {"max_new_tokens": 9}
-    assert run(config) == 0
-    last = metrics(config)[-1]
+    last = run_to_end(config)[-1]
     assert last["loss/grad_norm"] > 0 and last["reward/std"] > 0 and last["episode/turns"] == 3, last
     assert all(str(shown) in sample["images"] for sample in samples(config))
 
@@ -188,7 +168,7 @@ def test_a_judge_that_sees_rewards_what_an_environment_has_shown(settings, tmp_p
 def test_continuous_roll_outs_go_on_with_images(kv, settings):
     """When new weights come depends on time, so only synchronous runs end with the same bits. But every group is
     trained on once, with its images, as in runs on text."""
-    config = settings("grpo", runtime={"max_staleness": 2, "log_samples": 99})
+    config = settings("grpo", max_staleness=2, log_samples=99)
     config["rollout"] = {"kv": kv}
     config = run_in_two_parts(config)
     lines = metrics(config)

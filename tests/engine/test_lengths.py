@@ -3,14 +3,12 @@
 import torch
 
 from coalign.cluster.batch_shards import shard_rows
-from coalign.cluster.future import BatchRef, Meta
-from coalign.cluster.local import LocalStore
+from coalign.cluster.future import BatchRef
 from coalign.data.batch import Batch
 from coalign.engine.rollouts.selection import _ResponseLengths, response_lengths
 from coalign.engine.rollouts.unfinished import _continue_groups
 from coalign.types import Status
-
-STORE = LocalStore()
+from tests.cluster.threads import store_batch
 
 
 def prompts(*texts):
@@ -26,10 +24,6 @@ def answered(**lengths_of):
     group = torch.tensor([list(lengths_of).index(text) for text, _ in counts])
     rows = [{"prompt": text} for text, _ in counts]
     return Batch(torch.tensor([2 + n for _, n in counts]), {"loss_mask": mask}, {"group": group, "rows": rows})
-
-
-def stored(batch):
-    return BatchRef.of(Meta.of(batch), STORE.put(batch), STORE)
 
 
 def test_expectations_are_means_and_those_of_the_unknown_the_average():
@@ -48,20 +42,16 @@ def dealt(ref):
 
 
 def test_replicas_get_equal_work_the_longest_first():
-    ref = stored(prompts(*"abcdef").with_(expected_tokens=torch.tensor([10, 10, 50, 15, 10, 10]).int()))
+    ref = store_batch(prompts(*"abcdef").with_(expected_tokens=torch.tensor([10, 10, 50, 15, 10, 10]).int()))
     assert dealt(ref) == [[3, 0, 1, 4, 5], [2]]
     both = BatchRef.concat([ref.slice(1, 3), ref.slice(0, 1)])
     assert both.work.tolist() == [10, 50, 10] and dealt(both) == [[0, 2], [1]]
-
-
-def test_without_expectations_all_prompts_count_alike():
-    ref = stored(prompts(*"abcd"))
-    assert ref.work is None and dealt(ref) == [[0, 1], [2, 3]]
-    assert dealt(BatchRef.concat([ref, ref])) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    alike = store_batch(prompts("a", "b"))
+    assert BatchRef.concat([alike, alike]).work is None  # nothing is known of them
 
 
 def test_a_prompt_with_more_samples_is_more_work():
-    ref = stored(prompts(*"abc").with_(samples=torch.tensor([8, 4, 4]).int()))
+    ref = store_batch(prompts(*"abc").with_(samples=torch.tensor([8, 4, 4]).int()))
     assert dealt(ref) == [[0], [1, 2]]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from coalign.files import RecordFile, Sink
-from tests.runs import command, metrics, run, settings, wait_for, weights_hash
+from tests.runs import command, metrics, run, run_to_end, settings, wait_for, weights_hash
 
 
 def folder_of(config):
@@ -33,8 +33,7 @@ def test_after_an_error_the_last_step_is_saved_and_the_same_command_goes_on(tmp_
     if staleness == 0:
         assert saved == "step_2"
     broken.unlink()
-    run(config)
-    assert [line["step"] for line in metrics(config)] == [1, 2, 3, 4]
+    assert [line["step"] for line in run_to_end(config)] == [1, 2, 3, 4]
     if staleness == 0:  # a stale run goes on with samples of newer weights
         whole = config | {"output": str(tmp_path / "whole")}
         run(whole)
@@ -124,8 +123,7 @@ def test_a_run_outlasts_a_folder_that_cannot_be_written(tmp_path, monkeypatch, c
         write(self, engine, stats, batch)
 
     monkeypatch.setattr(MetricsRecorder, "after_step", after_step)
-    assert run(config) == 0
-    assert [line["step"] for line in metrics(config)] == [1, 2, 3, 4]
+    assert [line["step"] for line in run_to_end(config)] == [1, 2, 3, 4]
     assert (folder_of(config) / "log.txt").read_text().count("metrics.jsonl cannot be written") == 1
     assert "metrics.jsonl can be written again" in (folder_of(config) / "log.txt").read_text()
     assert "Logging error" not in caplog.text

@@ -8,7 +8,7 @@ from coalign.data.batch import Batch
 from coalign.engine.engine import Trainer
 from coalign.engine.rollouts.unfinished import CompleteGroups
 from tests.engine.test_sampling_control import assert_resumes_bit_for_bit, online
-from tests.runs import metrics, run, weights_hash
+from tests.runs import metrics, run, run_to_end, weights_hash
 
 STOP = list("abcdefghijklmnopqrstuvwxyz0123456789")  # ends about every seventh token of a random model
 
@@ -65,8 +65,7 @@ OVERSAMPLED = pytest.param({"round_tokens": 16, "oversample": 2.0}, marks=pytest
 def test_every_token_is_trained_on_once_or_counted(tmp_path, monkeypatch, rollout):
     watched = Watched(monkeypatch)
     config = partial(tmp_path, rollout=rollout, steps=5)
-    run(config)
-    lines = metrics(config)
+    lines = run_to_end(config)
     assert [line["samples/count"] for line in lines] == [16] * 5
     assert lines[-1]["rollout/rounds"] == 1  # of several, `carried` would be the most after any
     generated = sum(map(len, watched.grown.values()))
@@ -87,8 +86,7 @@ def test_every_token_is_trained_on_once_or_counted(tmp_path, monkeypatch, rollou
 def test_what_oversampling_cuts_is_counted(tmp_path, monkeypatch):
     watched = Watched(monkeypatch)
     config = partial(tmp_path, rollout={"oversample": 1.5}, steps=3)
-    run(config)
-    lines = metrics(config)
+    lines = run_to_end(config)
     assert [line["samples/count"] for line in lines] == [16] * 3
     assert {key[0] for key in watched.grown} == set(range(18))  # six prompts begun for every four
     cut, expired = sums(lines, "rollout/cut", "rollout/expired")
@@ -100,8 +98,7 @@ def test_what_oversampling_cuts_is_counted(tmp_path, monkeypatch):
 def test_groups_beyond_the_age_are_given_up_and_counted(tmp_path, monkeypatch):
     watched = Watched(monkeypatch)
     config = partial(tmp_path, rollout={"round_tokens": 4, "max_age": 1}, steps=6)
-    run(config)
-    lines = metrics(config)
+    lines = run_to_end(config)
     assert max(line["samples/staleness_max"] for line in lines) <= 1
     given_up, expired = sums(lines, "rollout/given_up", "rollout/expired")
     assert given_up > 0
@@ -114,23 +111,12 @@ def test_a_run_cut_in_the_middle_of_responses_goes_on_bit_for_bit(tmp_path, roll
     assert_resumes_bit_for_bit(partial(tmp_path, rollout=rollout, steps=4))
 
 
-def test_one_version_of_the_weights_gives_what_an_uncut_call_gives(tmp_path, monkeypatch):
-    whole, cut = Watched(monkeypatch), None
-    run(partial(tmp_path / "a", rollout={}, steps=1))
-    monkeypatch.undo()
-    cut = Watched(monkeypatch)
-    run(partial(tmp_path / "b", rollout={"round_tokens": 3}, steps=1))
-    assert cut.trained and all(whole.trained.get(k, cut.trained[k]) == cut.trained[k] for k in cut.trained)
-    assert len(set(whole.trained) & set(cut.trained)) > 0
-
-
 def test_what_belongs_to_a_group_is_asked_for_by_what_came_out(tmp_path):
     """ReMax: a group that ends two rollouts later still finds the greedy response to its prompt."""
     rollout = {"round_tokens": 6}
     config = partial(tmp_path, rollout=rollout, steps=3, samples_per_prompt=2) | {"algorithm": "remax"}
     config |= {"kl": {"fn": "FixedKL", "coef": 0.0}}
-    run(config)
-    lines = metrics(config)
+    lines = run_to_end(config)
     assert [line["samples/count"] for line in lines] == [8] * 3
     assert [line["samples/dropped"] for line in lines] == [0] * 3
     assert lines[-1]["samples/staleness_max"] > 0

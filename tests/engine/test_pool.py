@@ -3,19 +3,16 @@
 import pytest
 import torch
 
-from coalign.cluster.future import BatchRef, Meta
-from coalign.cluster.local import LocalStore
+from coalign.cluster.future import BatchRef
 from coalign.data.batch import Batch
 from coalign.engine.rollouts.pool import GroupPool, count_groups
-
-STORE = LocalStore()
+from tests.cluster.threads import store_batch
 
 
 def stored(*groups: int) -> BatchRef:
     """One row of one token for each entry; its token is the group."""
     group = torch.tensor(groups)
-    batch = Batch(torch.ones(len(groups)), {"tokens": group.int()}, {"group": group})
-    return BatchRef.of(Meta.of(batch), STORE.put(batch), STORE)
+    return store_batch(Batch(torch.ones(len(groups)), {"tokens": group.int()}, {"group": group}))
 
 
 def taken(pool: GroupPool, groups: int | None, version: int = 0) -> list[int]:
@@ -59,9 +56,8 @@ def test_a_restored_pool_goes_on():
 
 
 def test_rows_without_groups_count_one_by_one():
-    batch = Batch(torch.ones(3), {"tokens": torch.arange(3).int()})
     pool = GroupPool(0)
-    pool.add(BatchRef.of(Meta.of(batch), STORE.put(batch), STORE), 0)
+    pool.add(store_batch(Batch(torch.ones(3), {"tokens": torch.arange(3).int()})), 0)
     assert taken(pool, 2) == [0, 1]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from coalign.engine.hooks.recorder import MetricsRecorder
 from coalign.engine.hooks.run_control import StopSignals
-from tests.runs import MARK, command, metrics, processes_of, run, samples, settings, wait_for, weights_hash
+from tests.runs import MARK, command, metrics, processes_of, run, settings, wait_for, weights_hash
 
 
 def wait_for_step(process, config, step, seconds=90):
@@ -103,22 +103,6 @@ def test_ray_gives_the_weights_of_one_process(tmp_path, monkeypatch, algorithm, 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_worker_that_dies_on_ray_ends_the_run_with_its_name(tmp_path):
-    config = settings(tmp_path, "grpo", steps=500, eval_at_start=False, cluster="ray", restarts=0)
-    process = command(config)
-    wait_for_step(process, config, 2, seconds=150)
-    next(p for p in processes_of(config) if any(":policy:" in part for part in p.cmdline())).kill()
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode not in (0, None)
-    assert "policy" in output
-    saved = int(output.rpartition("saved up to step ")[2].partition(":")[0])
-    assert metrics(config)[-1]["step"] == saved
-    finish(command(config, f"runtime.steps={saved + 1}"))
-    assert [line["step"] for line in metrics(config)] == list(range(1, saved + 2))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_worker_that_stands_still_ends_the_run_in_time(tmp_path):
     """A stopped process answers nothing; `runtime.call_timeout` ends the run, with the stacks of the others."""
     options = {"call_timeout": 20, "stall": 5, "max_staleness": 1, "restarts": 0}
@@ -132,29 +116,4 @@ def test_a_worker_that_stands_still_ends_the_run_in_time(tmp_path):
     assert "no answer within 20 s" in output and "saved up to step" in output
     assert "the report of a stalled run failed" not in output
     assert list((Path(config["output"]) / "stalls").glob("*/report.txt"))
-    assert not processes_of(config), "processes were left behind"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize(("how", "replicas"), [("killed", 2), ("stopped", 1)])
-def test_a_lost_sampler_is_started_again(tmp_path, how, replicas):
-    options = {"max_staleness": 1, "call_timeout": 20, "log_samples": 99}
-    config = settings(tmp_path, "grpo", steps=12, eval_at_start=False, cluster="ray", **options)
-    config["models"]["policy"]["num_process"] = replicas
-    config["data"].pop("eval")
-    process = command(config)
-    wait_for_step(process, config, 2, seconds=150)
-    lost = next(p for p in processes_of(config) if any(":policy:" in part for part in p.cmdline()))
-    lost.kill() if how == "killed" else lost.suspend()
-    output = finish(process)
-    assert "policy, replica" in output and "it is started again, 1 of 10 times" in output
-    lines, groups = metrics(config), {}
-    assert [line["step"] for line in lines] == list(range(1, 13))
-    assert sum(line.get("faults/restarts", 0) for line in lines) == 1
-    assert all(line["samples/staleness_max"] <= 1 for line in lines)
-    for sample in samples(config):
-        groups.setdefault(sample["group"], set()).add(sample["step"])
-    assert sorted(groups) == list(range(12 * config["runtime"]["prompts_per_step"]))
-    assert all(len(steps) == 1 for steps in groups.values()), "a group was trained on twice"
     assert not processes_of(config), "processes were left behind"

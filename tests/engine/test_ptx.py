@@ -1,33 +1,30 @@
 """Language modelling on other data, beside what a run trains on."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from coalign.recipes.sft import SFT
 from coalign.types import Total
-from tests.runs import metrics, run, run_in_two_parts, settings, weights_hash
+from tests.data.reading import write
+from tests.runs import metrics, run, run_in_two_parts, run_to_end, settings, weights_hash
 
 
 def with_ptx(directory: Path, algorithm: str, *, kind: str = "documents", **runtime) -> dict:
     config = settings(directory, algorithm, eval_at_start=False, **runtime)
     config["data"].pop("eval")
-    rows = directory / "ptx.jsonl"
-    rows.write_text(
-        "".join(json.dumps({"text": f"{i} is a number.", "prompt": "", "answer": "x"}) + "\n" for i in range(9))
+    texts = write(
+        directory / "ptx.jsonl", [{"text": f"{i} is a number.", "prompt": "", "answer": "x"} for i in range(9)]
     )
-    return config | {"ptx": {"data": str(rows), "coef": 0.5, "rows_per_step": 2, "kind": kind}}
+    return config | {"ptx": {"data": texts, "coef": 0.5, "rows_per_step": 2, "kind": kind}}
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", *(pytest.param(a, marks=pytest.mark.slow) for a in ("sft", "grpo"))])
 def test_every_step_reports_it_and_learns_from_it(tmp_path, algorithm):
     config = with_ptx(tmp_path, algorithm, steps=2)
-    assert run(config) == 0
-    assert all(4.0 < line["loss/ptx"] < 8.0 for line in metrics(config))  # about log 320
+    assert all(4.0 < line["loss/ptx"] < 8.0 for line in run_to_end(config))  # about log 320
     plain = {k: v for k, v in config.items() if k != "ptx"} | {"output": str(tmp_path / "plain")}
-    run(plain)
-    assert metrics(plain)[0]["loss/value"] == metrics(config)[0]["loss/value"]
+    assert run_to_end(plain)[0]["loss/value"] == metrics(config)[0]["loss/value"]
     assert metrics(plain)[0]["tokens/trained"] == metrics(config)[0]["tokens/trained"]
     assert weights_hash(plain, 2) != weights_hash(config, 2)
 
@@ -63,7 +60,6 @@ def count(loss_mask):
 
 def test_a_flow_need_not_ask_for_it(tmp_path):
     config = with_ptx(tmp_path, "sft") | {"algorithm": "tests.engine.test_ptx:Unaware", "loss": {"fn": "sft"}}
-    run(config)
-    assert all(line["loss/ptx"] > 0 for line in metrics(config))
+    assert all(line["loss/ptx"] > 0 for line in run_to_end(config))
     with pytest.raises(ValueError, match=r"ptx: train_flow never calls `self\.trainer\.train_step`"):
         run(config | {"algorithm": "tests.engine.test_ptx:Idle", "output": str(tmp_path / "idle")})

@@ -19,7 +19,7 @@ from coalign.report.display import Display
 from coalign.rewards.calls import RewardError
 from coalign.roles import Context
 from coalign.types import Moments, Stat, Status, Total
-from tests.runs import ROOT, metrics, run, samples, settings, weights_hash
+from tests.runs import ROOT, metrics, run, run_to_end, samples, settings
 from tests.tiny import tiny_reward_model_dir, tiny_tokenizer
 
 NAN = math.nan
@@ -290,26 +290,15 @@ def test_check_shows_the_composition(home, capsys):
         assert part in shown
 
 
-def test_the_example(tmp_path, monkeypatch, capsys):
+def test_the_example_fits(tmp_path, monkeypatch, capsys):
     two_judges(tmp_path)
     for name, value in {"GSM8K": "", "MODEL": "model", "VERIFIER": "kind", "HELPFUL": "terse"}.items():
         monkeypatch.setenv(name, str(tmp_path / value))
     for split in ("train", "test"):
         (tmp_path / f"gsm8k_{split}.jsonl").write_text('{"question": "1+1=", "answer": "#### 2"}\n' * 4)
-    file = str(ROOT / "examples" / "gsm8k_two_rewards.yaml")
-    check(load_config(file), Display())
+    check(load_config(str(ROOT / "examples" / "gsm8k_two_rewards.yaml")), Display())
     shown = capsys.readouterr().out
     assert "+0.5 × helpful: model helpful (reads text" in shown and "no problem found" in shown
-    small = ["steps=2", "prompts_per_step=2", "samples_per_prompt=2", "eval_every=2", "threads=1", "cluster=local"]
-    changes = [f"output={tmp_path / 'run'}", "models.policy.sampling.max_new_tokens=8"]
-    assert run(file, *[f"runtime.{change}" for change in small], *changes) == 0
-    lines = metrics({"output": tmp_path / "run"})
-    trained = [line for line in lines if "loss/value" in line]
-    assert len(trained) == 2 and all(line["samples/count"] == 4 for line in trained)
-    assert all(
-        math.isfinite(line[f"reward/{name}/mean"]) for line in trained for name in ("math", "verifier", "helpful")
-    )
-    assert any("eval/mean" in line for line in lines)
 
 
 # ---- whole runs
@@ -318,32 +307,18 @@ def test_the_example(tmp_path, monkeypatch, capsys):
 def test_a_run_with_two_models_and_a_function(tmp_path):
     config = two_judges(tmp_path, steps=3, eval_every=3)
     config["models"]["trainer"]["optimizer"] = {"lr": 2e-2}
-    assert run(config) == 0
-    lines = [line for line in metrics(config) if "loss/value" in line]
+    lines = [line for line in run_to_end(config) if "loss/value" in line]
     for line in lines:
         for name in ("digits", "kind", "terse"):
             assert math.isfinite(line[f"reward/{name}/mean"]) and line[f"reward/{name}/std"] >= 0
         assert line["reward/terse/cut"] == 0
-    (evaluated,) = [line for line in metrics(config) if "eval/mean" in line][-1:]
+    evaluated = [line for line in metrics(config) if "eval/mean" in line][-1]
     parts = [evaluated[f"eval/reward/{name}/mean"] for name in ("digits", "kind", "terse")]
     assert evaluated["eval/mean"] == pytest.approx(2.0 * parts[0] + parts[1] + 0.5 * parts[2], abs=1e-5)
     first = samples(config)[0]
     assert set(first["rewards"]) == {"digits", "kind", "terse"} and "<|im_end|>" not in first["response"]
     found = evaluate(config, quiet=True)
     assert all(f"eval/reward/{name}/mean" in found for name in ("digits", "kind", "terse"))
-
-
-def test_a_resumed_run_goes_on_with_the_same_moments(tmp_path):
-    config = two_judges(tmp_path, steps=4, save_every=2, eval_at_start=False)
-    run(config)
-    again = config | {"output": str(tmp_path / "again")}
-    run(again, "runtime.resume=" + str(tmp_path / "run" / "checkpoints" / "step_2"))
-    assert weights_hash(again, 4) == weights_hash(config, 4)
-    states = [
-        json.loads((tmp_path / name / "checkpoints" / "step_4" / "state.json").read_text())["rewards"]
-        for name in ("run", "again")
-    ]
-    assert states[0] == states[1] and states[0]["kind"]["count"] >= 4 * 16
 
 
 @pytest.mark.slow

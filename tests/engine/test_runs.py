@@ -12,7 +12,7 @@ from coalign.checkpoint import schedule
 from coalign.checkpoint.manifest import CorruptCheckpoint
 from coalign.launch.check import check as examine
 from coalign.report.display import Display
-from tests.runs import metrics, other_model, run, samples, settings, stopping_after, weights_hash
+from tests.runs import metrics, other_model, run, run_to_end, samples, settings, stopping_after, weights_hash
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "ppo", pytest.param("grpo", marks=pytest.mark.slow)])
@@ -57,8 +57,7 @@ def test_an_asynchronous_run_trains_on_each_group_once_also_when_it_is_stopped(t
     config["rollout"] = {"kv": kv}
     with stopping_after(3):
         run(config)
-    assert run(config) == 0
-    lines, groups = metrics(config), {}
+    lines, groups = run_to_end(config), {}
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     ages = [line["samples/staleness_max"] for line in lines]
     assert all(age <= min(step, 2) for step, age in enumerate(ages)) and max(ages) > 0
@@ -83,23 +82,15 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, caplog):
     assert weights_hash(config, 4) == before
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+def test_a_checkpoint_of_another_model_or_recipe_is_refused(tmp_path):
     config = settings(tmp_path, "sft", save_every=2, steps=2)
     run(config)
-    config["models"]["trainer"]["load"] = str(other_model(tmp_path / "other", hidden=48, layers=1))
-    config["runtime"]["steps"] = 4
-    with pytest.raises(
-        Exception, match=r"step_2/models/trainer is of another model or optimizer: .* is \(320, 32\) there"
-    ):
-        run(config, "runtime.allow_changed=models")
-
-
-def test_a_checkpoint_of_another_recipe_is_refused(tmp_path):
-    config = settings(tmp_path, "sft", steps=1)
-    run(config)
-    other = settings(tmp_path, "grpo", steps=2)
     with pytest.raises(ValueError, match="is of a `sft` run; this one is `grpo`"):
-        run(other)
+        run(settings(tmp_path, "grpo", steps=2))
+    config["models"]["trainer"]["load"] = str(other_model(tmp_path / "other", hidden=48, layers=1))
+    message = r"step_2/models/trainer is of another model or optimizer: .* is \(320, 32\) there"
+    with pytest.raises(Exception, match=message):
+        run(config, "runtime.allow_changed=models", "runtime.steps=4")
 
 
 def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch, caplog):
@@ -126,19 +117,12 @@ def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch, caplog):
 
 def test_the_best_checkpoint_is_kept(tmp_path):
     config = settings(tmp_path, "grpo", steps=4, save_every=1, keep=1, best="reward/mean", eval_at_start=False)
-    run(config)
-    rewards = [line["reward/mean"] for line in metrics(config)]
+    rewards = [line["reward/mean"] for line in run_to_end(config)]
     best = rewards.index(max(rewards)) + 1
     kept = {p.name for p in (Path(config["output"]) / "checkpoints").iterdir()}
     assert kept == {"step_4", f"step_{best}"}
     model = Path(config["output"]) / "model"
     assert model.resolve() == (Path(config["output"]) / "checkpoints" / f"step_{best}" / "hf").resolve()
-
-
-def test_a_missing_column_is_named(tmp_path):
-    config = settings(tmp_path, "grpo") | {"advantage": {"fn": "gae"}}
-    with pytest.raises(Exception, match=r"gae needs the column '(token_rewards|values)', which nobody produced"):
-        run(config)
 
 
 def test_a_reward_model_instead_of_a_function(tmp_path):
@@ -149,25 +133,14 @@ def test_a_reward_model_instead_of_a_function(tmp_path):
     with pytest.raises(Exception, match=r"lacks \['score.weight'\].*was not trained as one"):
         run(config)
     config["models"]["reward"] = reward | {"head_init": "zero"}
-    assert run(config) == 0
-    assert [line["reward/mean"] for line in metrics(config)] == [0.0, 0.0]  # a head of zeros
+    assert [line["reward/mean"] for line in run_to_end(config)] == [0.0, 0.0]  # a head of zeros
 
 
-def test_check_draws_the_flow_and_loads_nothing(tmp_path, capsys):
+def test_check_loads_no_weights(tmp_path, capsys):
     config = settings(tmp_path, "ppo")
-    examine(load_config(config), Display())
-    shown = capsys.readouterr().out
-    for part in (
-        "policy.generate",
-        "shape_reward",
-        "gae",
-        "value.train_step",
-        "advantages, returns",
-        "no problem found",
-    ):
-        assert part in shown
     (tmp_path / "model" / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")  # a header, and no weights
     examine(load_config(config), Display())
+    assert "no problem found" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from coalign.engine.rollouts.bundle import describe_sources
 from coalign.engine.rollouts.selection import filter_groups
 from coalign.rewards.calls import RewardError
 from coalign.types import Stat, Status, Total
-from tests.runs import metrics, run, samples, settings
+from tests.runs import run, run_to_end, samples, settings
 
 NAN = math.nan
 SOURCES = ["sums", "sums", "words", "words", "other"]
@@ -139,8 +139,7 @@ def two_sources(tmp_path, **changes):
 
 def test_a_run_with_two_sources(tmp_path):
     config = two_sources(tmp_path)
-    assert run(config) == 0
-    lines = metrics(config)
+    lines = run_to_end(config)
     assert {line["source/sums/reward"] for line in lines if "source/sums/reward" in line} == {1.0}
     for line in lines:
         groups = line.get("source/sums/groups", 0) + line.get("source/words/groups", 0)

@@ -75,11 +75,10 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
 
-    def do_HEAD(self):
-        self.answer()
-
     def do_GET(self):
         self.answer()
+
+    do_HEAD = do_GET
 
     def do_POST(self):
         self.posted = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
@@ -166,25 +165,18 @@ class Handler(BaseHTTPRequestHandler):
             return
         self.wfile.write(data[start:])
 
-    def send_json(self, value):
+    def send_json(self, value, status=200, headers=()):
         body = dumps(value).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
+        self.send_response(status)
+        for name, text in (*headers, ("Content-Type", "application/json")):
+            self.send_header(name, text)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
 
     def refuse(self, status, code, message):
-        body = dumps({"error": message}).encode()
-        self.send_response(status)
-        self.send_header("X-Error-Code", code)
-        self.send_header("X-Error-Message", message)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
+        self.send_json({"error": message}, status, [("X-Error-Code", code), ("X-Error-Message", message)])
 
 
 def serve(hub: Hub) -> ThreadingHTTPServer:

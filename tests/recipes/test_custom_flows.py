@@ -20,50 +20,50 @@ from coalign.roles import Trainable
 from coalign.types import Stat
 from examples.arithmetic import make_data, make_model
 from examples.custom import committee, second_try
-from tests.runs import ROOT, metrics, other_model, settings
+from tests.runs import ROOT, run_to_end, settings
 from tests.tiny import tiny_model_dir
 
 FLOWS = ("committee", "second_try")
 SHORT = ["runtime.steps=2", "runtime.prompts_per_step=4", "runtime.trackers=[]", "runtime.plots=false"]
 
 
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """The models and the data of the examples, in small."""
+    home = tmp_path_factory.mktemp("examples")
+    for seed, name in enumerate(("policy", "helpful", "safe", "judge")):
+        tiny_model_dir(home / name, seed=seed)
+    rows = [{"prompt": f"{i}+{i + 3}=", "answer": str(2 * i + 3)} for i in range(12)]
+    (home / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    make_model(home / "sums" / "sft" / "model", hidden=16, layers=1)
+    make_data(home / "sums" / "data")
+    for file in (home / "sums" / "data").iterdir():  # of 10,000 rows, which every run would tokenise
+        file.write_text("".join(file.read_text().splitlines(keepends=True)[:48]))
+    return home
+
+
+OVERRIDES = {
+    "committee": [
+        *("models.policy.sampling.max_new_tokens=6", "models.judge.module=tests.judges:DigitJudge"),
+        *("models.helpful.head_init=zero", "models.safe.head_init=zero"),
+    ],
+    "second_try": ["runtime.eval_every=0", "runtime.eval_at_start=false", "runtime.prompts_per_step=8"],
+}
+
+
 @pytest.fixture
-def example(tmp_path, monkeypatch):
+def example(home, tmp_path, monkeypatch):
     """A function from an example's name to its configuration: that file, with the models of a test, and few steps."""
     monkeypatch.chdir(ROOT)
-    for name, value in {"SUMS": tmp_path / "sums", "PROMPTS": tmp_path / "prompts.jsonl"}.items():
-        monkeypatch.setenv(name, str(value))
-    for seed, name in enumerate(("POLICY", "HELPFUL", "SAFE", "JUDGE")):
-        monkeypatch.setenv(name, str(other_model(tmp_path / name.lower(), seed=seed)))
-    rows = [{"prompt": f"{i}+{i + 3}=", "answer": str(2 * i + 3)} for i in range(12)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    make_model(tmp_path / "sums" / "sft" / "model", hidden=16, layers=1)
-    make_data(tmp_path / "sums" / "data")
-    for file in (tmp_path / "sums" / "data").iterdir():  # of 10,000 rows, which every run would tokenise
-        file.write_text("".join(file.read_text().splitlines(keepends=True)[:48]))
+    monkeypatch.setenv("PROMPTS", str(home / "prompts.jsonl"))
+    for name in ("SUMS", "POLICY", "HELPFUL", "SAFE", "JUDGE"):
+        monkeypatch.setenv(name, str(home / name.lower()))
 
     def example(name, *overrides):
-        own = {
-            "committee": [
-                "models.policy.sampling.max_new_tokens=6",
-                "models.helpful.head_init=zero",
-                "models.safe.head_init=zero",
-                "models.judge.module=tests.judges:DigitJudge",
-            ],
-            "second_try": ["runtime.eval_every=0", "runtime.eval_at_start=false", "runtime.prompts_per_step=8"],
-        }[name]
-        settings = [*SHORT, f"output={tmp_path / 'run'}", *own, *overrides]
-        file = ROOT / "examples" / "custom" / f"{name}.yaml"
-        return load_config(file, settings)
+        settings = [*SHORT, f"output={tmp_path / 'run'}", *OVERRIDES[name], *overrides]
+        return load_config(ROOT / "examples" / "custom" / f"{name}.yaml", settings)
 
     return example
-
-
-def train(config):
-    from coalign.launch.run import train
-
-    assert train(config, Display(quiet=True)) == 0
-    return metrics({"output": config.output})
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_check_draws_every_turn_of_the_loop(example, capsys):
 
 
 def test_the_committee_decides(example):
-    for line in train(example("committee")):
+    for line in run_to_end(example("committee")):
         assert line["unsafe"] == 0.0  # heads of zeros: nothing is below the limit
         assert line["reward/mean"] == pytest.approx(0.5 + 0.5)  # σ(0), and half of all comparisons are won
         assert {"time/helpful.forward_step", "time/safe.forward_step", "judge/verdict"} <= set(line)
@@ -114,12 +114,12 @@ def test_what_is_not_safe_counts_for_nothing_else():
 
 def test_the_loop_ends_when_all_is_solved(example):
     config = example("second_try")
-    for line in train(config):
+    for line in run_to_end(config):
         assert 1 <= line["tries"] <= 3
         assert line["samples/count"] == 8  # one of each prompt
         assert line["time/policy.generate"] > 0
     easy = example("second_try", "reward={fn: tests.functions:always}", f"output={config.output}_easy")
-    assert [line["tries"] for line in train(easy)] == [1.0, 1.0]
+    assert [line["tries"] for line in run_to_end(easy)] == [1.0, 1.0]
 
 
 class Distance(Module):
@@ -179,11 +179,11 @@ def test_a_model_of_ones_own_learns_without_a_loss(tmp_path, capsys):
     loaded = load_config(config)
     examine(loaded, Display())
     assert "distance.train_step" in capsys.readouterr().out
-    lines = train(loaded)
+    lines = run_to_end(loaded)
     assert len(lines) == 2 and all(line["distance/length"] > 0 and line["loss/value"] > 0 for line in lines)
     config |= {"algorithm": "tests.recipes.test_custom_flows:Unconfigured", "output": str(tmp_path / "unconfigured")}
     config["models"] = {"distance": own | {"load": config["models"]["trainer"]["load"]}}
-    lines = train(load_config(config))
+    lines = run_to_end(load_config(config))
     assert all(line["length"] > 0 for line in lines)
 
 
@@ -191,11 +191,9 @@ def test_the_loss_of_ones_own_subclass_of_a_backend_is_tried(tmp_path):
     config = settings(tmp_path, "sft", steps=1)
     config["models"]["trainer"]["module"] = "tests.backends.test_fsdp:Watched"
     config["loss"] = {"fn": "policy_gradient"}
-    loaded = load_config(config)
-    with pytest.raises(
-        ValueError, match=r"models\.trainer: the loss `policy_gradient` fails on what the flow gives it"
-    ):
-        examine(loaded, Display())
+    message = r"models\.trainer: the loss `policy_gradient` fails on what the flow gives it"
+    with pytest.raises(ValueError, match=message):
+        examine(load_config(config), Display())
 
 
 def samples(group, reward, at=0):
@@ -225,9 +223,9 @@ def test_what_is_solved_is_not_tried_again_and_the_best_of_all_tries_is_kept():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FLOWS)
 def test_the_same_on_ray(example, name):
-    here = train(example(name))
+    here = run_to_end(example(name))
     config = example(name, "runtime.cluster=ray", f"output={example(name).output}_ray")
-    there = train(config)
+    there = run_to_end(config)
     for key in ("reward/mean", "loss/grad_norm"):
         assert [line[key] for line in there] == pytest.approx([line[key] for line in here], rel=1e-4)
 
@@ -246,4 +244,4 @@ def test_the_flow_from_nothing(tmp_path, monkeypatch):
     own = ["runtime.steps=1", "models.policy.sampling.max_new_tokens=4", "runtime.plots=false", "runtime.threads=1"]
     config = load_config("mine.yaml", own)
     examine(config, Display())
-    assert "advantage/std" in train(config)[0]
+    assert "advantage/std" in run_to_end(config)[0]

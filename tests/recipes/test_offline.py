@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.runs import metrics, run, settings, weights_hash
+from tests.runs import metrics, run, run_to_end, settings, weights_hash
 
 # recipe: (loss falls to this share of its first value, statistics that must be there)
 RECIPES = {
@@ -38,8 +38,7 @@ QUICK = ("pretrain", "conditional_sft", "kto", "distill")  # of the others tests
 def test_it_learns_and_says_what_it_did(tmp_path, algorithm):
     share, expected = RECIPES[algorithm]
     config = configuration(tmp_path, algorithm, eval_every=4)
-    assert run(config) == 0
-    lines = metrics(config)
+    lines = run_to_end(config)
     assert lines[-1]["eval/loss/value"] < share * lines[0]["eval/loss/value"]
     held_out = {f"eval/{name}" for name in expected}
     assert expected <= set(lines[-1]) and held_out <= set(lines[-1])
@@ -47,20 +46,17 @@ def test_it_learns_and_says_what_it_did(tmp_path, algorithm):
 
 def test_a_reference_is_only_there_where_the_loss_reads_it(tmp_path):
     config = configuration(tmp_path, "dpo", steps=1)
-    run(config)
-    last = metrics(config)[-1]
+    last = run_to_end(config)[-1]
     assert "time/reference.forward_step" in last and last["loss/value"] == pytest.approx(0.6931, abs=1e-3)  # log 2
     config |= {"loss": {"fn": "simpo"}, "output": str(tmp_path / "free")}
-    run(config)
-    assert "time/reference.forward_step" not in metrics(config)[-1]
+    assert "time/reference.forward_step" not in run_to_end(config)[-1]
 
 
 def test_cached_reference_log_probs_change_nothing(tmp_path):
     plain = configuration(tmp_path, "dpo", steps=2, eval_every=2)
     run(plain)
     cached = plain | {"output": str(tmp_path / "cached")}
-    run(cached, f"models.reference.cache={tmp_path / 'cache'}")
-    assert metrics(cached)[-1]["cache/misses"] == 0
+    assert run_to_end(cached, f"models.reference.cache={tmp_path / 'cache'}")[-1]["cache/misses"] == 0
     assert metrics(cached)[-1]["loss/value"] == pytest.approx(metrics(plain)[-1]["loss/value"], abs=1e-5)
     again = plain | {"output": str(tmp_path / "again")}
     run(again, f"models.reference.cache={tmp_path / 'cache'}")

@@ -17,7 +17,7 @@ from coalign.launch.plan import prepare
 from coalign.recipes.reinforce import _prompts_of, _with_baseline
 from coalign.report.display import Display
 from coalign.types import Stat, Status, Total
-from tests.runs import metrics, run, settings
+from tests.runs import metrics, run, run_to_end, settings
 
 COMPARING = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "gmpo", "clip_cov", "kl_cov")
 IN_LOSS = (*COMPARING, "gpg", "opo", "gigpo", "topr", "reinforce_pp_baseline")
@@ -41,10 +41,6 @@ def home(tmp_path_factory):
     return tmp_path_factory.mktemp("online")
 
 
-def configured(config, *overrides):
-    return load_config(config, overrides)
-
-
 def ending(directory, algorithm, **runtime):
     config = settings(directory, algorithm, **{"eval_at_start": False} | runtime)
     config["models"]["policy"]["sampling"] |= {"stop": ENDS}
@@ -53,7 +49,7 @@ def ending(directory, algorithm, **runtime):
 
 def drawn(config, capsys, *overrides):
     capsys.readouterr()
-    check(configured(config, *overrides), Display())
+    check(load_config(config, overrides), Display())
     return capsys.readouterr().out
 
 
@@ -73,49 +69,47 @@ def test_check_draws_the_flow(home, algorithm, capsys):
 def test_the_divergence_is_charged_in_the_loss_alone(home, algorithm):
     config = settings(home, algorithm)
     with pytest.raises(ValueError, match=rf"kl: in `{algorithm}` the divergence .* set loss\.kl_coef"):
-        prepare(configured(config, "kl.fn=FixedKL", "kl.coef=0.1"))
-    assert "reference" in prepare(configured(config, "loss.kl_coef=0.1")).models
-    assert "reference" not in prepare(configured(config, "loss.kl_coef=0")).models
+        prepare(load_config(config, ["kl.fn=FixedKL", "kl.coef=0.1"]))
+    assert "reference" in prepare(load_config(config, ["loss.kl_coef=0.1"])).models
+    assert "reference" not in prepare(load_config(config, ["loss.kl_coef=0"])).models
 
 
 @pytest.mark.parametrize("algorithm", IN_REWARD)
 def test_the_divergence_is_charged_in_the_reward_alone(home, algorithm):
     config = settings(home, algorithm)
     with pytest.raises(ValueError, match=rf"loss\.kl_coef: in `{algorithm}` .* charged twice"):
-        prepare(configured(config, "loss.kl_coef=0.1"))
-    assert "reference" in prepare(configured(config)).models
+        prepare(load_config(config, ["loss.kl_coef=0.1"]))
+    assert "reference" in prepare(load_config(config)).models
     for none in ("kl.coef=0", "kl.coef=0.0", "kl=null"):
-        assert "reference" not in prepare(configured(config, none)).models
+        assert "reference" not in prepare(load_config(config, [none])).models
 
 
 @pytest.mark.parametrize("algorithm", [name for name in (*IN_LOSS, "rloo") if name != "topr"])
 def test_a_group_of_one_is_refused(home, algorithm):
     config = settings(home, algorithm, samples_per_prompt=1)
     with pytest.raises(ValueError, match=rf"samples_per_prompt is 1: `{algorithm}` compares.*use 2 or more"):
-        prepare(configured(config))
+        prepare(load_config(config))
 
 
 def test_the_constant_of_dr_grpo_is_the_longest_response(tmp_path):
     config = settings(tmp_path, "dr_grpo")
     config["models"]["policy"].pop("sampling")
-    assert configured(config).loss.constant_length == 256
-    assert configured(config, "models.policy.sampling.max_new_tokens=77").loss.constant_length == 77
-    assert configured(config, "loss.constant_length=5").loss.constant_length == 5
+    assert load_config(config).loss.constant_length == 256
+    assert load_config(config, ["models.policy.sampling.max_new_tokens=77"]).loss.constant_length == 77
+    assert load_config(config, ["loss.constant_length=5"]).loss.constant_length == 5
     with pytest.raises(ConfigError, match=r"constant_length.*has no effect with aggregation `token_mean`"):
-        configured(config, "loss.aggregation=token_mean")
+        load_config(config, ["loss.aggregation=token_mean"])
 
 
 def test_responses_that_were_cut_are_not_trained_on_in_dapo(tmp_path):
     config = ending(tmp_path, "dapo", steps=1)
     config["filter"] = None
-    run(config)
-    (line,) = metrics(config)
+    (line,) = run_to_end(config)
     cut = line["samples/truncated"] * line["samples/count"]
     assert line["samples/masked"] == pytest.approx(cut) and 0 < cut < line["samples/count"]
     assert line["tokens/trained"] == line["tokens/generated"] - 8 * cut
     config |= {"truncated": {"fn": "scale_truncated", "factor": 0.5}, "output": str(tmp_path / "scaled")}
-    run(config)
-    assert metrics(config)[0]["tokens/trained"] == line["tokens/generated"]
+    assert run_to_end(config)[0]["tokens/trained"] == line["tokens/generated"]
 
 
 # ---- ReMax
@@ -170,8 +164,7 @@ def test_a_policy_that_waits_stays_as_it_is_while_the_value_model_learns(tmp_pat
     config = settings(tmp_path, "ppo", steps=3, save_every=2, keep=3, eval_at_start=False)
     config["models"]["trainer"] |= {"learns_after": 2, "optimizer": {"lr": 3e-3, "schedule": "linear"}}
     config["ptx"] = {"data": config["data"]["train"], "rows_per_step": 2}
-    assert run(config) == 0
-    lines = metrics(config)
+    lines = run_to_end(config)
     assert ["loss/value" in line for line in lines] == [False, False, True]
     assert all(line["value/loss/grad_norm"] > 0 for line in lines)
     assert all(line["loss/mismatch_max"] < 1e-4 and line["loss/ess"] > 0.99 for line in lines)
@@ -207,8 +200,7 @@ def test_what_an_environment_gives_counts_once_and_where_it_was_given(tmp_path, 
     config["reward"] = [{"fn": {"digits": "tests.digits:digits"}.get(name, name)} for name in parts]
     config["advantage"] = "tests.recipes.test_online:as_received"
     config["kl"] = {"fn": "FixedKL", "coef": 0.0}
-    assert run(config) == 0
-    (line,) = metrics(config)
+    (line,) = run_to_end(config)
     assert line["places"] == places * line["samples/count"] == 16
     assert line["total"] == pytest.approx(line["reward/mean"]) and line["reward/episode/mean"] == 0.75
     assert total is None or line["total"] == total

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from coalign import load_config
 from coalign.backends.base import TrainableModule
 from coalign.engine.hooks.guards import UNHEALTHY
-from coalign.launch.plan import prepare
-from coalign.launch.trace import trace
-from tests.runs import metrics, run, settings, weights_hash
+from tests.runs import metrics, run, run_to_end, settings, trace_calls, weights_hash
 
 
 def configuration(directory, **runtime):
@@ -18,18 +15,12 @@ def configuration(directory, **runtime):
     return config
 
 
-def flow(config):
-    checked = load_config(config)
-    return {call.label: call for call in trace(prepare(checked)).calls}
-
-
 def test_the_reference_scores_what_is_compared(tmp_path):
     config = configuration(tmp_path)
-    calls = flow(config)
+    calls = trace_calls(config)
     assert set(calls["reference.forward_step"].reads) == {"compared"}
     assert "preference" in calls["trainer.train_step"].reads["compared"]
-    run(config)
-    for line in metrics(config):
+    for line in run_to_end(config):
         assert line["tokens/generated"] > 2 * line["tokens/trained"] > 0  # two of four, and ties drop out
 
 
@@ -38,8 +29,7 @@ def test_how_far_the_sampler_is_from_the_trainer(tmp_path, updates):
     """On the weights that sampled: what later updates of the same batch have changed is no mismatch."""
     config = configuration(tmp_path)
     config["models"]["trainer"] |= {"updates_per_batch": updates, "optimizer": {"lr": 0.03}}
-    run(config)
-    for line in metrics(config):
+    for line in run_to_end(config):
         assert line["loss/mismatch"] <= line["loss/mismatch_max"] < 1e-4
         assert abs(line["loss/mismatch_kl"]) < 1e-6 and line["loss/ess"] == pytest.approx(1, abs=1e-4)
 
@@ -62,8 +52,7 @@ def test_a_bad_sampler_is_seen(tmp_path, monkeypatch):
 
 def test_a_step_of_ties_changes_nothing(tmp_path):
     config = configuration(tmp_path, steps=2) | {"reward": "tests.functions:never_differs"}
-    run(config)
-    first = metrics(config)[0]
+    first = run_to_end(config)[0]
     assert first["pairs/tied"] == 4 and first["loss/skipped_updates"] == 1
     assert "loss/value" not in first
     other = configuration(tmp_path, steps=1) | {"reward": "tests.functions:never_differs"}
@@ -95,8 +84,7 @@ def test_all_pairs_train_on_every_response_of_a_group(tmp_path):
 )
 def test_the_loss_is_a_setting(tmp_path, loss, reference):
     config = configuration(tmp_path, steps=1) | {"loss": loss}
-    assert run(config) == 0
-    (line,) = metrics(config)
+    (line,) = run_to_end(config)
     assert ("time/reference.forward_step" in line) == reference and line["loss/grad_norm"] > 0
 
 
@@ -113,10 +101,3 @@ def test_the_trainer_computes_no_anchor(tmp_path, monkeypatch):
     config["models"]["trainer"]["updates_per_batch"] = 2
     run(config)
     assert asked == [("reference", None)]
-
-
-def test_pairs_are_made_while_the_trainer_trains(tmp_path):
-    config = configuration(tmp_path, steps=5, max_staleness=2)
-    run(config)
-    ages = [line["samples/staleness_max"] for line in metrics(config)]
-    assert all(age <= min(step, 2) for step, age in enumerate(ages)) and max(ages) > 0

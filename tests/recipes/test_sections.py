@@ -3,6 +3,7 @@
 import inspect
 import re
 import textwrap
+from contextlib import nullcontext
 
 import pytest
 
@@ -10,13 +11,11 @@ from coalign import load_config
 from coalign.config.errors import ConfigError
 from coalign.engine.engine import Engine
 from coalign.launch.check import check
-from coalign.launch.plan import prepare
-from coalign.launch.trace import trace
 from coalign.recipes.grpo import GRPO
 from coalign.recipes.ppo import PPO
 from coalign.report.display import Display
 from coalign.roles import Rollout, Scorer, Trainable
-from tests.runs import ROOT, metrics, run, settings, weights_hash
+from tests.runs import ROOT, run_to_end, settings, trace_calls, weights_hash
 
 HERE = "tests.recipes.test_sections:"
 
@@ -103,10 +102,10 @@ def test_the_same_flow_trains_the_same_weights(tmp_path, sections):
     for algorithm in ("grpo", f"{HERE}AsReadmeShows", f"{HERE}OfGRPO"):
         config = configure(tmp_path, algorithm, **sections)
         check(load_config(config), Display(quiet=True))
-        assert run(config) == 0
-        hashes.add(weights_hash(config, 2))
-        for line in metrics(config) if sections == SECTIONS else []:  # truncated samples are not trained on
+        lines = run_to_end(config)
+        for line in lines if sections == SECTIONS else []:  # truncated samples are not trained on
             assert line["samples/truncated"] > 0 and line.get("tokens/trained", 0.0) < line["tokens/generated"]
+        hashes.add(weights_hash(config, 2))
     assert len(hashes) == 1
 
 
@@ -114,7 +113,7 @@ def test_the_recipe_shapes_rewards_whatever_the_flow(tmp_path):
     hashes = set()
     for algorithm in ("ppo", f"{HERE}OfPPO"):
         config = configure(tmp_path, algorithm, kl={"fn": "FixedKL", "coef": 0.5}, truncated={"fn": "mask_truncated"})
-        assert run(config) == 0 and "kl" in metrics(config)[-1]
+        assert "kl" in run_to_end(config)[-1]
         hashes.add(weights_hash(config, 2))
     assert len(hashes) == 1
 
@@ -133,25 +132,26 @@ def test_the_recipe_shapes_rewards_whatever_the_flow(tmp_path):
 def test_what_no_flow_asks_for_is_refused(tmp_path, algorithm, section):
     config = configure(tmp_path, HERE + algorithm, **section)
     config["data"].pop("eval")
-    config = load_config(config)
-    name = next(iter(section))
-    with pytest.raises(ConfigError, match=rf"{name}: the flows of `{HERE}{algorithm}` never ask for it"):
-        trace(prepare(config))
+    with pytest.raises(ConfigError, match=rf"{next(iter(section))}: the flows of `{HERE}{algorithm}` never ask for it"):
+        trace_calls(config)
 
 
-def test_defaults_of_a_parent_need_not_be_read(tmp_path):
-    trace(prepare(load_config(configure(tmp_path, f"{HERE}Deaf"))))
-
-
-def test_a_flow_that_cannot_go_on_with_samples_is_refused_before_anything_loads(tmp_path):
-    config = load_config(configure(tmp_path, f"{HERE}Twice", rollout={"round_tokens": 3}))
-    with pytest.raises(ValueError, match=r"calls `self\.policy\.generate\(prompts\)` once; this one calls it 2 times"):
-        trace(prepare(config))
-
-
-def test_a_flow_of_an_earlier_version_is_told_how_to_generate(tmp_path):
-    with pytest.raises(TypeError, match=r"OfEarlierVersion: .* call `self\.policy\.generate\(prompts\)`"):
-        trace(prepare(load_config(configure(tmp_path, f"{HERE}OfEarlierVersion"))))
+@pytest.mark.parametrize(
+    ("name", "sections", "message"),
+    [
+        (
+            "Twice",
+            {"rollout": {"round_tokens": 3}},
+            r"calls `self\.policy\.generate\(prompts\)` once; this one calls it 2 t",
+        ),
+        ("OfEarlierVersion", {}, r"OfEarlierVersion: .* call `self\.policy\.generate\(prompts\)`"),
+        ("Deaf", {}, None),  # defaults of a parent need not be read
+    ],
+)
+def test_a_flow_is_tried_before_anything_loads(tmp_path, name, sections, message):
+    expected = pytest.raises((ValueError, TypeError), match=message) if message else nullcontext()
+    with expected:
+        trace_calls(configure(tmp_path, HERE + name, **sections))
 
 
 @pytest.mark.parametrize("page", ["README.md", "README.zh.md"])

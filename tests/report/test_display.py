@@ -3,6 +3,7 @@
 import io
 import logging
 import re
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,16 @@ def text(console):
     return console.file.getvalue()
 
 
+@contextmanager
+def logging_to(shown):
+    """A logger whose records go to a display."""
+    logger = logging.getLogger("coalign.test_display")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler := shown.handler())
+    yield logger
+    logger.removeHandler(handler)
+
+
 def run(shown):
     shown.start(0, 200)
     shown.phase("generate 41/64 samples")
@@ -71,20 +82,9 @@ def run(shown):
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
-        (0.4123, "0.412"),
-        (-0.0131, "-0.013"),
-        (0.0021, "0.0021"),
-        (2.1e-6, "2.1e-06"),
-        (0.0, "0.000"),
-        (1.0, "1.000"),
-        (12.0, "12"),
-        (8, "8"),
-        (151_669, "151,669"),
-        (96.25, "96.2"),
-        (123.4, "123"),
-        (-12345.6, "-12,346"),
-        (float("nan"), "nan"),
-        (float("-inf"), "-inf"),
+        *((0.4123, "0.412"), (-0.0131, "-0.013"), (0.0021, "0.0021"), (2.1e-6, "2.1e-06"), (0.0, "0.000")),
+        *((1.0, "1.000"), (12.0, "12"), (8, "8"), (151_669, "151,669"), (96.25, "96.2"), (123.4, "123")),
+        *((-12345.6, "-12,346"), (float("nan"), "nan"), (float("-inf"), "-inf")),
     ],
 )
 def test_numbers_are_short(value, shown):
@@ -241,15 +241,12 @@ def test_a_loop_that_reads_waits_for_data():
 
 def test_log_lines_move_the_bar_down():
     shown = display(terminal=True)
-    logger = logging.getLogger("coalign.test_display")
-    handler = shown.handler()
-    logger.addHandler(handler)
-    logger.warning("before")
-    shown.start(0, 2)
-    logger.warning("while the bar is there")
-    shown.close()
-    logger.warning("after")
-    logger.removeHandler(handler)
+    with logging_to(shown) as logger:
+        logger.warning("before")
+        shown.start(0, 2)
+        logger.warning("while the bar is there")
+        shown.close()
+        logger.warning("after")
     assert "while" in text(shown.out) and "while" not in text(shown.err)
     assert "before" in text(shown.err) and "after" in text(shown.err)
 
@@ -266,14 +263,10 @@ def test_a_terminal_gets_a_bar_with_pace_phase_and_gets_its_cursor_back():
 
 def test_quiet_leaves_the_summary_and_warnings():
     shown = display(terminal=True, quiet=True)
-    logger = logging.getLogger("coalign.test_display")
-    logger.setLevel(logging.INFO)
-    handler = shown.handler()
-    logger.addHandler(handler)
-    run(shown)
-    logger.info("a remark")
-    logger.warning("a warning")
-    logger.removeHandler(handler)
+    with logging_to(shown) as logger:
+        run(shown)
+        logger.info("a remark")
+        logger.warning("a warning")
     assert "step" not in text(shown.out).replace("time/step", "") and "results in runs/x" in text(shown.out)
     assert "a warning" in text(shown.err) and "a remark" not in text(shown.err)
 
@@ -300,14 +293,11 @@ def test_step_lines_are_logged_once_and_shown_once(caplog):
 
 def test_warnings_show_the_error_that_caused_them():
     shown = display()
-    logger = logging.getLogger("coalign.test_display")
-    handler = shown.handler()
-    logger.addHandler(handler)
-    try:
-        raise KeyError("answer")
-    except KeyError:
-        logger.warning("reward [failed] " + "x" * 100, exc_info=True)
-    logger.removeHandler(handler)
+    with logging_to(shown) as logger:
+        try:
+            raise KeyError("answer")
+        except KeyError:
+            logger.warning("reward [failed] " + "x" * 100, exc_info=True)
     first, *others = text(shown.err).splitlines()
     assert first == "warning: reward [failed] " + "x" * 100 and others[0] == "KeyError: 'answer'"
 

@@ -75,6 +75,12 @@ def steps(config):
     return [line["step"] for line in metrics(config)]
 
 
+def check_complete(config, expected):
+    """Train to the end: every step is there once, and the weights are the expected ones."""
+    assert run(config) == 0
+    assert steps(config) == [1, 2, 3, 4, 5] and weights_hash(config, 5) == expected
+
+
 def test_a_lost_trainer_repeats_one_step(tmp_path, monkeypatch, replaced, memory, undisturbed, caplog):
     config = configure(tmp_path, save_in_memory_every=1)
     rollouts, real = [], Environment.next
@@ -87,9 +93,8 @@ def test_a_lost_trainer_repeats_one_step(tmp_path, monkeypatch, replaced, memory
         return False
 
     lose(monkeypatch, Trainer, "step", "trainer", half_way)
-    assert run(config) == 0
+    check_complete(config, undisturbed)
     assert replaced == ["trainer"] and rollouts == [0, 1, 2, 2, 3, 4]
-    assert steps(config) == [1, 2, 3, 4, 5] and weights_hash(config, 5) == undisturbed
     assert "step_2; step 3 is made again" in caplog.text
     last = metrics(config)[-1]
     assert last["goodput/restart"] > 0 and last["goodput/redone"] > 0
@@ -100,17 +105,15 @@ def test_a_lost_trainer_repeats_one_step(tmp_path, monkeypatch, replaced, memory
 def test_a_lost_sampler_costs_no_step(tmp_path, monkeypatch, replaced, undisturbed):
     config = configure(tmp_path)
     lose(monkeypatch, Environment, "next", "policy", lambda self, version, served: version == 3)
-    assert run(config) == 0
-    assert replaced == ["policy"] and steps(config) == [1, 2, 3, 4, 5]
-    assert weights_hash(config, 5) == undisturbed
+    check_complete(config, undisturbed)
+    assert replaced == ["policy"]
 
 
-@pytest.mark.parametrize("model", ["policy", "trainer"])
+@pytest.mark.parametrize("model", ["policy", pytest.param("trainer", marks=pytest.mark.slow)])
 def test_weights_that_were_under_way_are_sent_again(tmp_path, monkeypatch, replaced, undisturbed, model):
     config = configure(tmp_path, save_in_memory_every=1)
     lose(monkeypatch, Trainer, "sync", model, lambda self, version: version == 2)
-    assert run(config) == 0
-    assert steps(config) == [1, 2, 3, 4, 5] and weights_hash(config, 5) == undisturbed
+    check_complete(config, undisturbed)
 
 
 class Heard(Hook):
@@ -139,11 +142,7 @@ def test_an_evaluation_that_loses_its_policy_is_made_again(tmp_path, monkeypatch
 
     monkeypatch.setattr(EvaluationHook, method, after)
     lose(monkeypatch, EvaluationHook, method, "policy", lambda self, engine, *a: engine.step == step)
-    from coalign import load_config
-    from coalign.launch.run import train
-    from coalign.report.display import Display
-
-    assert train(load_config(config), Display(quiet=True), [last]) == 0
+    assert run(config, hooks=[last]) == 0
     assert replaced == ["policy"] and last.heard == [1, 2, 3, 4, 5]
     assert weights_hash(config, 5) == weights_hash(whole, 5)
     evaluated = [[line["step"] for line in metrics(each) if "eval/mean" in line] for each in (config, whole)]
@@ -193,8 +192,7 @@ def test_a_driver_that_ends_goes_on_from_memory(tmp_path, monkeypatch, memory, u
     [folder] = memory.iterdir()
     assert folder == MemoryFolder(Path(config["output"])).directory
     assert (folder / "step_3" / "manifest.json").exists() and not (folder / "step_3" / "hf").exists()
-    assert run(config) == 0
-    assert steps(config) == [1, 2, 3, 4, 5] and weights_hash(config, 5) == undisturbed
+    check_complete(config, undisturbed)
 
 
 def move_trainer(engine):
@@ -224,8 +222,7 @@ def test_a_trainer_that_moves_to_another_node_goes_on_from_the_disk(
 
     monkeypatch.setattr(EvaluationHook, "after_step", move)
     lose(monkeypatch, Trainer, "step", "trainer", lambda self, batch: len(metrics(config)) == 3)
-    assert run(config) == 0
-    assert steps(config) == [1, 2, 3, 4, 5] and weights_hash(config, 5) == undisturbed
+    check_complete(config, undisturbed)
     assert "step_2; step 3 is made again" in caplog.text
     assert caplog.text.count("now has processes on another node") == 1
 
@@ -342,5 +339,4 @@ def test_a_machine_that_is_taken_away_saves_at_once(tmp_path, monkeypatch, undis
         assert run(config) == 128 + signal.SIGTERM
         assert time.monotonic() - begun < 18
     assert steps(config) == ([1, 2] if phase == "rollout" else [1, 2, 3])
-    assert run(config) == 0
-    assert steps(config) == [1, 2, 3, 4, 5] and weights_hash(config, 5) == undisturbed
+    check_complete(config, undisturbed)

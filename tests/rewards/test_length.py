@@ -1,6 +1,7 @@
 """Lengths: values worked out by hand, and the cosine reward's shape."""
 
 import math
+from contextlib import closing
 
 import pytest
 import torch
@@ -43,40 +44,32 @@ def test_unknown_lengths_are_no_zeros(rule):
     rule(sample("", tokens=0))
 
 
-@pytest.fixture
-def caller():
-    caller = RewardCaller()
-    yield caller
-    caller.close()
-
-
-def cosine(caller, *samples, **settings):
+def cosine(*samples, **settings):
     function = RewardFunction("cosine_length", CosineLength, {"by": "math", "max_tokens": 100} | settings, retries=0)
-    return [
-        str(one.error) if isinstance(one, RewardFailure) else one["reward"]
-        for one in caller.score([function], samples)[0]
-    ]
+    with closing(RewardCaller()) as caller:
+        [outcomes] = caller.score([function], samples)
+    return [str(one.error) if isinstance(one, RewardFailure) else one["reward"] for one in outcomes]
 
 
-def test_cosine_by_hand(caller):
+def test_cosine_by_hand():
     right = [sample("#### 4", tokens=count, answer="4") for count in (25, 50, 75, 99, 100, 101)]
     root = math.sqrt(0.5)
     expected = [1.5 + root / 2, 1.5, 1.5 - root / 2, 1.5 - math.cos(math.pi / 100) / 2, -10.0, -10.0]
-    assert cosine(caller, *right) == pytest.approx(expected)
+    assert cosine(*right) == pytest.approx(expected)
     wrong = [sample("#### 5", tokens=count, answer="4") for count in (50, 99, 100)]
-    assert cosine(caller, *wrong) == pytest.approx([-5.0, -5 - 5 * math.cos(0.99 * math.pi), -10.0])
+    assert cosine(*wrong) == pytest.approx([-5.0, -5 - 5 * math.cos(0.99 * math.pi), -10.0])
 
 
-def test_cosine_settings(caller):
+def test_cosine_settings():
     samples = [sample("#### 4", tokens=50, answer="4"), sample("#### 5", tokens=50, answer="4")]
-    values = cosine(caller, *samples, right=[1.0, 0.0], wrong=[-1.0, -0.5], by={"fn": "math", "answer_key": "answer"})
+    values = cosine(*samples, right=[1.0, 0.0], wrong=[-1.0, -0.5], by={"fn": "math", "answer_key": "answer"})
     assert values == pytest.approx([0.5, -0.75])
-    assert cosine(caller, *samples, threshold=2.0, wrong=[-4.0, 0.0]) == pytest.approx([-2.0, -2.0])
-    assert cosine(caller, sample("#### 4", tokens=100, answer="4"), exceeded=-0.5) == [-0.5]
+    assert cosine(*samples, threshold=2.0, wrong=[-4.0, 0.0]) == pytest.approx([-2.0, -2.0])
+    assert cosine(sample("#### 4", tokens=100, answer="4"), exceeded=-0.5) == [-0.5]
 
 
-def test_what_the_inner_reward_raises_fails_the_sample(caller):
-    (why,) = cosine(caller, sample("#### 4", question="?"))
+def test_what_the_inner_reward_raises_fails_the_sample():
+    (why,) = cosine(sample("#### 4", question="?"))
     assert "answer_key" in why
 
 

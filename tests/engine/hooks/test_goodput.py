@@ -11,7 +11,7 @@ import pytest
 from coalign.engine.hooks.goodput import CAUSES, Goodput
 from coalign.engine.hooks.run_folder import RunFolder, StepLog, flatten_stats
 from coalign.types import Stat, Total
-from tests.runs import metrics, run, run_in_two_parts, settings
+from tests.runs import metrics, run, settings
 
 
 class Run:
@@ -41,16 +41,11 @@ class Run:
         self.log.append({"step": step, **flatten_stats(self.hook.measure())})
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "metrics.jsonl"
-
-
 STEP = {"rollout": 3.0, "train": 5.0, "sync": 1.0, "hooks": 0.5}
 
 
-def test_every_second_has_one_cause(path):
-    this = Run(path)
+def test_every_second_has_one_cause(tmp_path):
+    this = Run(tmp_path / "metrics.jsonl")
     this.wait(start=10.0, sync=2.0, hooks=1.0, evaluate=4.0)
     this.wait(**STEP)
     this.wait(save=7.0)
@@ -66,16 +61,16 @@ def test_every_second_has_one_cause(path):
     }
 
 
-def test_a_step_that_was_refused_is_for_nothing(path):
-    this = Run(path)
+def test_a_step_that_was_refused_is_for_nothing(tmp_path):
+    this = Run(tmp_path / "metrics.jsonl")
     this.wait(rollout=3.0, train=5.0)  # no sync: the next step begins, or the run ends
     assert this.seconds() == {"redone": 8.0}
     this.wait(rollout=1.0, train=2.0, sync=0.5)
     assert this.seconds() == {"redone": 8.0, "rollout": 1.0, "trained": 2.0, "sync": 0.5}
 
 
-def test_steps_that_are_rolled_back_are_for_nothing(path):
-    this = Run(path)
+def test_steps_that_are_rolled_back_are_for_nothing(tmp_path):
+    this = Run(tmp_path / "metrics.jsonl")
     this.wait(start=1.0, **STEP)
     state = this.hook.state_dict()
     this.wait(**STEP)
@@ -87,7 +82,8 @@ def test_steps_that_are_rolled_back_are_for_nothing(path):
     assert this.seconds() == expected
 
 
-def test_a_run_that_goes_on_counts_what_it_does_again_but_not_the_time_between(path):
+def test_a_run_that_goes_on_counts_what_it_does_again_but_not_the_time_between(tmp_path):
+    path = tmp_path / "metrics.jsonl"
     first = Run(path)
     first.wait(start=10.0, **STEP)
     state = first.hook.state_dict()
@@ -106,8 +102,8 @@ def test_a_run_that_goes_on_counts_what_it_does_again_but_not_the_time_between(p
     assert unhurt.seconds() == {"start": 10.0, "rollout": 3.0, "trained": 5.0, "sync": 1.0, "hooks": 0.5}
 
 
-def test_dropped_tokens_are_shares_of_those_generated(path):
-    this = Run(path)
+def test_dropped_tokens_are_shares_of_those_generated(tmp_path):
+    this = Run(tmp_path / "metrics.jsonl")
     engine = SimpleNamespace(config=SimpleNamespace(runtime=SimpleNamespace(samples_per_prompt=4)))
     stats = {
         "tokens/generated": Total(700.0),
@@ -163,12 +159,3 @@ def test_a_run_reports_where_its_time_went(tmp_path, capsys):
     assert lines[0]["time/run"] < last["time/run"] <= whole
     out = capsys.readouterr().out
     assert "went into tokens that were trained on" in out and "waiting for rollouts" in out
-
-
-def test_a_run_in_two_parts_goes_on_counting(tmp_path):
-    config = run_in_two_parts(settings(tmp_path, "sft", steps=4))
-    lines = {line["step"]: line for line in metrics(config) if "time/step" in line}
-    seconds = {step: line["goodput/start"] * line["time/run"] for step, line in lines.items()}
-    assert seconds[1] == pytest.approx(seconds[2]) and seconds[3] > seconds[2] + 0.01  # it started twice
-    assert lines[3]["time/run"] > lines[2]["time/run"]
-    assert lines[4]["goodput/redone"] == 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,45 +16,43 @@ from tests.cluster.threads import thread_cluster
 from tests.runs import run, settings
 
 
-class Told:
-    """A model that notes what it is asked for."""
+class TracedModel:
+    """Notes what it is asked for."""
 
     def __init__(self, name, said):
         self.name, self.said = name, said
 
     def trace(self, verb, *arguments):
-        said = arguments[1] if verb == "start_trace" else arguments[0].rpartition("/")[2]
-        self.said.append((self.name, verb.removesuffix("_trace"), said))
-        return self
-
-    def result(self):
-        return None
+        what = arguments[1] if verb == "start_trace" else arguments[0].rpartition("/")[2]
+        self.said.append(f"{self.name} {verb.removesuffix('_trace')} {what}")
+        return SimpleNamespace(result=lambda: None)
 
 
-def engine(said, in_process=False):
-    store = type("Store", (), {"in_process": in_process})
-    models = {name: Told(name, said) for name in ("policy", "trainer")}
-    return type("Engine", (), {"step": 0, "running": models, "cluster": type("Cluster", (), {"store": store})})
-
-
-def steps(profile, engine, count):
-    for _ in range(count):
-        for phase in ("rollout", "train", "sync"):
-            profile.phase(phase)
-        engine.step += 1
-        profile.after_step(engine, {}, None)
-
-
-def test_each_step_that_is_named_has_a_trace_of_its_own(tmp_path):
+@pytest.mark.parametrize(
+    ("profile", "in_process", "expected"),
+    [
+        (
+            {"steps": [2, 3], "models": ["trainer"]},
+            False,
+            ["trainer start 2", "trainer stop step_2", "trainer start 3", "trainer stop step_3"],
+        ),
+        ({"steps": [1]}, False, ["policy start 1", "trainer start 1", "policy stop step_1", "trainer stop step_1"]),
+        ({"steps": [1]}, True, ["policy start 1", "policy stop step_1"]),
+    ],
+    ids=["the steps and the model that are named", "all models", "the models of one process in one trace"],
+)
+def test_each_step_that_is_named_has_a_trace_of_its_own(tmp_path, profile, in_process, expected):
     said = []
-    running = engine(said)
-    steps(StepProfiler(ProfileConfig(steps=[2, 3], models=["trainer"]), tmp_path, running), running, 4)
-    assert said == [
-        ("trainer", "start", 2),
-        ("trainer", "stop", "step_2"),
-        ("trainer", "start", 3),
-        ("trainer", "stop", "step_3"),
-    ]
+    models = {name: TracedModel(name, said) for name in ("policy", "trainer")}
+    cluster = SimpleNamespace(store=SimpleNamespace(in_process=in_process))
+    engine = SimpleNamespace(step=0, running=models, cluster=cluster)
+    profiler = StepProfiler(ProfileConfig(**profile), tmp_path, engine)
+    for _ in range(4):
+        for phase in ("rollout", "train", "sync"):
+            profiler.phase(phase)
+        engine.step += 1
+        profiler.after_step(engine, {}, None)
+    assert said == expected
 
 
 def test_a_worker_writes_what_it_did(tmp_path):
@@ -84,11 +83,3 @@ def test_a_run_traces_the_model_that_is_named(tmp_path):
     assert file.parent.name == "step_2" and file.name == "trainer_replica0.json.gz"
     names = {event.get("name") for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
     assert "trainer.train_step" in names and any(str(name).startswith("aten::") for name in names)
-
-
-@pytest.mark.parametrize(("in_process", "traced"), [(False, ["policy", "trainer"]), (True, ["policy"])])
-def test_all_models_unless_some_are_named_and_those_of_one_process_in_one_trace(tmp_path, in_process, traced):
-    said = []
-    running = engine(said, in_process)
-    steps(StepProfiler(ProfileConfig(steps=[1]), tmp_path, running), running, 1)
-    assert [name for name, what, _ in said if what == "start"] == traced and said[-1][1:] == ("stop", "step_1")

@@ -3,6 +3,8 @@
 import json
 import logging
 import shutil
+from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -12,22 +14,40 @@ from coalign.engine.hooks.provenance import Provenance, hash_model
 from tests.runs import other_model, run, settings, weights_hash
 
 
-@pytest.fixture
-def begun(tmp_path, caplog):
-    """A run of two steps, to be continued to three."""
-    caplog.set_level(logging.WARNING)
-    config = settings(tmp_path, "sft", steps=2, eval_at_start=False)
+@pytest.fixture(scope="module")
+def first_run(tmp_path_factory):
+    """The folder of a run of two steps, with its model and data, and a copy of it; the configuration."""
+    home, copy = (tmp_path_factory.mktemp("provenance") / name for name in ("home", "copy"))
+    home.mkdir()
+    config = settings(home, "sft", steps=2, eval_at_start=False)
     run(config)
-    config["runtime"]["steps"] = 3
-    assert not caplog.text
-    return config
+    shutil.copytree(home, copy, symlinks=True)
+    return home, copy, config
 
 
-def test_changed_settings_are_refused_until_they_are_allowed(begun, caplog):
+@pytest.fixture
+def begun(first_run, caplog):
+    """A run of two steps, to be continued to three."""
+    home, copy, config = first_run
+    shutil.rmtree(home)
+    shutil.copytree(copy, home, symlinks=True)
+    caplog.set_level(logging.WARNING)
+    return deepcopy(config) | {"runtime": config["runtime"] | {"steps": 3}}
+
+
+@contextmanager
+def no_models():
+    """A run that starts models fails."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("coalign.launch.run.start_cluster", lambda *_: pytest.fail("models are started"))
+        yield
+
+
+def test_changed_settings_are_refused_before_models_load_until_they_are_allowed(begun, caplog):
     before = (Path(begun["output"]) / "config.yaml").read_text()
     begun["models"]["trainer"]["optimizer"]["lr"] = 1e-3
     begun["runtime"] |= {"prompts_per_step": 3, "keep": 5}
-    with pytest.raises(ValueError, match="holds a run with other settings") as refused:
+    with no_models(), pytest.raises(ValueError, match="holds a run with other settings") as refused:
         run(begun)
     said = str(refused.value)
     assert said.splitlines()[1:3] == [
@@ -56,24 +76,9 @@ def test_a_setting_that_the_checkpoint_did_not_know_counts_as_its_default(begun,
         made.compare(record)
 
 
-@pytest.fixture
-def no_models(monkeypatch):
-    """Makes a run fail that starts models."""
-
-    def start(*_):
-        raise AssertionError("models are started")
-
-    monkeypatch.setattr("coalign.launch.run.start_cluster", start)
-
-
-def test_changed_settings_are_refused_before_models_load(begun, no_models):
-    begun["models"]["trainer"]["optimizer"]["lr"] = 1e-3
-    with pytest.raises(ValueError, match="holds a run with other settings"):
-        run(begun)
-
-
-def test_a_finished_run_says_so_and_loads_no_models(begun, caplog, no_models):
-    assert run(begun, "runtime.steps=2", "models.trainer.max_tokens_per_micro=128") == 0
+def test_a_finished_run_says_so_and_loads_no_models(begun, caplog):
+    with no_models():
+        assert run(begun, "runtime.steps=2", "models.trainer.max_tokens_per_micro=128") == 0
     assert "this run is finished" in caplog.text and "step 2 of 2" in caplog.text and "`runtime.steps`" in caplog.text
 
 

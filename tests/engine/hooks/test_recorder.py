@@ -33,17 +33,12 @@ def test_a_run_writes_its_flow_and_its_placement_and_again_what_was_placed_anew(
     engine: Any = SimpleNamespace(config=SimpleNamespace(algorithm="grpo"), cluster=cluster, step=0)
     record = StructureRecord(tmp_path, graph)
     record.begin(engine)
+    generates = {"label": "policy.generate", "model": "policy", "method": "generate"}
     assert json.loads((tmp_path / "flow.json").read_text()) == {
         "algorithm": "grpo",
         "calls": [
             {"label": "prompts", "model": None, "method": "prompts", "reads": {}, "makes": ["tokens"]},
-            {
-                "label": "policy.generate",
-                "model": "policy",
-                "method": "generate",
-                "reads": {"prompts": ["tokens"]},
-                "makes": ["tokens", "index"],
-            },
+            generates | {"reads": {"prompts": ["tokens"]}, "makes": ["tokens", "index"]},
         ],
     }
 

@@ -13,10 +13,9 @@ from safetensors import safe_open
 import coalign
 from coalign.data.batch import Batch
 from coalign.engine.hooks.rollout_files import RolloutFiles, _decode_piece, _list_excess
-from coalign.report.display import Display
 from coalign.run_files.rollouts import find_rollouts, list_rollout_steps, read_rollouts
 from tests.environments.test_training import calculating
-from tests.runs import samples, settings
+from tests.runs import run, samples, settings
 from tests.tiny import tiny_tokenizer
 
 NAN = float("nan")
@@ -172,10 +171,8 @@ def configure(tmp_path, **runtime):
 
 
 def train(config):
-    from coalign.launch.run import train
-
     hook = Batches()
-    assert train(coalign.load_config(config), Display(quiet=True), [hook]) == 0
+    assert run(config, hooks=[hook]) == 0
     return hook.by_step
 
 

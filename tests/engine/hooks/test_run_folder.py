@@ -21,16 +21,6 @@ def test_a_line_a_step_and_no_nan(tmp_path):
     assert lines(file.path) == [{"step": 1, "a": None, "b": [None, 2.0], "c": {"d": None}}]
 
 
-def test_cut_forgets_later_steps_and_half_a_line(tmp_path):
-    file = StepLog(tmp_path / "metrics.jsonl")
-    for step in range(5):
-        file.append({"step": step})
-    with open(file.path, "a") as out:
-        out.write('{"step": 5, "rew')
-    file.cut(2)
-    assert [line["step"] for line in lines(file.path)] == [0, 1, 2]
-
-
 def test_cut_keeps_lines_with_unicode_line_separators_and_stops_at_half_a_character(tmp_path):
     file = StepLog(tmp_path / "samples.jsonl")
     file.append({"step": 1, "response": "a\u2028b\x85c"})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 
@@ -109,22 +108,3 @@ def test_three_scorers_side_by_side_are_seen_as_such(tmp_path):
     assert max(start for _, start, _ in bars) <= min(stop for *_, stop in bars)
     picture = plot_timeline(tmp_path / "step_1.json", tmp_path / "timeline.png")
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_it_costs_next_to_nothing():
-    """A step of 20 calls on 8 processes each: well below 1 % of a second."""
-    timeline = Timeline(None, every=0)
-    spans = [Span(f"policy, replica {i}", "call", time.time(), 0.1) for i in range(8)]
-    engine = type("Engine", (), {"step": 1})
-    engine.cluster = type("Cluster", (), {"models": {}, "list_pending_calls": lambda: []})
-    best = 1.0
-    for _ in range(5):
-        begun = time.thread_time()
-        timeline.phase("rollout")
-        for _ in range(20):
-            future = Future(Call("policy", "generate"))
-            future.spans = list(spans)
-            timeline.note(future, Outcome(None, {}))
-        timeline.after_step(engine, {}, None)
-        best = min(best, time.thread_time() - begun)
-    assert best < 0.01
