@@ -48,6 +48,7 @@ class Watched(FSDPModule):
 
     def run(self, micros, loss=None, *, needs=()):
         self.forwards += loss is None
+        self.row_counts = sum(len(micro) for micro in micros)
         self.entropy = "entropy" in needs
         return super().run(micros, loss, needs=needs)
 

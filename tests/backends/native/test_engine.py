@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from coalign.backends.engines.native.native_model import NativeModel
@@ -67,45 +65,6 @@ def test_weights_that_are_not_numbers_are_an_error():
     broken.model.norm.weight.data[0] = float("nan")
     with pytest.raises(FloatingPointError, match=r"version 0, groups \[0, 1\]"):
         generate_responses(helpers.engine(broken), helpers.requests(2), helpers.SAMPLING)
-
-
-def test_pause_from_another_thread_holds_generation_between_tokens():
-    engine = helpers.engine(MODEL)
-    reached, counts = threading.Event(), []
-
-    def note(finished, total, tokens):
-        counts.append(tokens)
-        reached.set()
-
-    done = []
-    sampling = helpers.replace(helpers.SAMPLING, max_new_tokens=150)
-    asked = helpers.requests(2)
-    worker = threading.Thread(target=lambda: done.append(generate_responses(engine, asked, sampling, note)))
-    worker.start()
-    assert reached.wait(20)
-    engine.pause()
-    [session] = engine.sessions
-    held = session.tokens_chosen
-    engine.load_weights(MODEL.state_dict().items(), version=4, adopt=True)
-    worker.join(0.2)
-    assert worker.is_alive() and session.tokens_chosen == held
-    engine.resume()
-    with pytest.raises(RuntimeError, match="without pause"):
-        engine.resume()
-    worker.join(60)
-    undisturbed = helpers.flat(generate_responses(helpers.engine(MODEL), asked, sampling))
-    for response, expected in zip(helpers.flat(done[0]), undisturbed, strict=True):
-        assert response.tokens.tolist() == expected.tokens.tolist()
-        versions = response.versions.tolist()
-        assert versions == [0] * (held // 2) + [4] * (150 - held // 2)
-
-
-def test_after_a_failed_call_the_engine_still_works():
-    engine = helpers.engine(MODEL)
-    with pytest.raises(ZeroDivisionError):
-        generate_responses(engine, helpers.requests(2), helpers.SAMPLING, lambda *_: 1 // 0)
-    assert len(generate_responses(engine, helpers.requests(2), helpers.SAMPLING)) == 2
-    assert all(linear.product is None for linear in engine.model.linears)
 
 
 def test_a_repetition_penalty_discourages_prompt_and_response():

@@ -56,15 +56,6 @@ def test_random_weights_are_drawn_from_the_seed(directory):
     assert first["rollout_logprobs"].tolist() != other["rollout_logprobs"].tolist()
 
 
-def test_overrides_and_samples(directory):
-    out = module(directory).generate(prompts(), samples=4, temperature=0.0, max_new_tokens=3)
-    assert len(out) == 12
-    assert int((out.lengths - out["prompt_length"]).max()) <= 3
-    for group in range(3):
-        rows = list(out.slice(4 * group, 4 * group + 4).rows())
-        assert all(torch.equal(row["tokens"], rows[0]["tokens"]) for row in rows)
-
-
 def test_ends_come_from_generation_config_config_and_tokenizer(tmp_path):
     tiny_model_dir(tmp_path, eos_token_id=[3, 4])
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 3]}))
