@@ -95,12 +95,6 @@ def test_another_roll_out_draws_others():
 
 
 @pytest.mark.parametrize("fn", [clip_cov, kl_cov])
-def test_nothing_to_choose_from_and_bad_settings(fn):
+def test_nothing_to_choose_from(fn):
     none = {**GIVEN, "loss_mask": torch.zeros(6, dtype=torch.bool)}
     assert {len(c) for c in fn(**none).values() if isinstance(c, torch.Tensor)} == {6}
-    with pytest.raises(
-        ValueError, match=r"covariance\.share is 2: expected a share of the trained tokens, from 0 to 1"
-    ):
-        fn(**GIVEN, share=2)
-    with pytest.raises(ValueError, match=r"covariance\.low is 5.* and covariance\.high 1"):
-        clip_cov(**GIVEN, low=5.0, high=1.0)

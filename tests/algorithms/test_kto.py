@@ -66,17 +66,3 @@ class TestKTO:
         out = KTOLoss()(replace(x, logprobs=logprobs))
         out.value.sum().backward()
         assert out.value.isfinite().all() and logprobs.grad.isfinite().all()
-
-    def test_rankings_are_refused(self):
-        with pytest.raises(ValueError, match="holds 2: this loss judges each response by itself"):
-            KTOLoss()(replace(X, columns=dict(X.columns) | {"preference": T([0.0, 1.0, 2.0])}))
-
-    def test_missing_inputs_are_named(self):
-        with pytest.raises(ValueError, match="column `reference_point`"):
-            KTOLoss()(replace(X, columns={"preference": X.columns["preference"]}))
-        with pytest.raises(ValueError, match="needs `ref`"):
-            KTOLoss()(replace(X, ref=None))
-
-    def test_traits(self):
-        for loss in (KTOLoss, APOZeroUnpairedLoss):
-            assert (loss.per, loss.needs) == ("sequence", ("ref",))

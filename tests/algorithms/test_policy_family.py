@@ -23,7 +23,6 @@ from coalign.algorithms.losses.policy import (
 from coalign.algorithms.objective import Objective
 from coalign.algorithms.segments import LossTotals, aggregation_weights
 from coalign.backends.base import build_objective
-from coalign.config.errors import ConfigError
 from coalign.config.functions import bind, list_arguments
 from coalign.config.schema import LossConfig
 from coalign.types import LossInput, LossOutput, merge_stats
@@ -138,14 +137,8 @@ class TestGspo:
         )
         assert GSPOLoss()(x).stats["ratio"].value == pytest.approx(math.exp(1e-4), abs=1e-6)
 
-    def test_what_it_is_not_defined_for_is_refused(self):
-        with pytest.raises(ValueError, match=r"loss\.is_level is 'token': `gspo` in the form `sequence` takes"):
-            GSPOLoss(is_level="token")
+    def test_what_it_is_defined_for(self):
         GSPOLoss(is_level="token", form="token")
-        with pytest.raises(
-            ValueError, match=r"`token_mean`, which `gspo` is not defined for; expected sequence_mean_t"
-        ):
-            Objective(GSPOLoss(), name="gspo")
         for aggregation in OVER_SEQUENCES:
             Objective(GSPOLoss(), aggregation)
 
@@ -183,12 +176,6 @@ class TestSapo:
         assert x.logprobs.grad.tolist() == pytest.approx([-2 * 3 * 0.7864477, 0.5 * 0.7864477], abs=1e-6)
         assert out.stats["gate"].value == pytest.approx(0.7864477, abs=1e-6)
 
-    def test_temperatures_are_above_0(self):
-        with pytest.raises(
-            ValueError, match=r"loss\.tau_pos is 1\.0 and loss\.tau_neg is 0\.0: both temperatures must"
-        ):
-            SAPOLoss(tau_neg=0.0)
-
 
 class TestGmpo:
     def test_worked_by_hand(self):
@@ -205,12 +192,6 @@ class TestGmpo:
         out.value.sum().backward()
         assert x.logprobs.grad.tolist() == pytest.approx([0, -2 * a, b, 0, 0])
 
-    def test_what_it_is_not_defined_for_is_refused(self):
-        with pytest.raises(ValueError, match=r"loss\.is_level is 'token': in `gmpo` a response has one ratio"):
-            GMPOLoss(is_level="token")
-        with pytest.raises(ValueError, match="`token_mean`, which `gmpo` is not defined for"):
-            Objective(GMPOLoss(), name="gmpo")
-
 
 class TestKLCov:
     def test_worked_by_hand(self):
@@ -223,10 +204,6 @@ class TestKLCov:
         assert x.logprobs.grad.tolist() == pytest.approx([-6.0, 0.5 - 0.5])
         assert out.stats["cov_fraction"].value == 0.5
         assert out.stats["cov_distance"].value == pytest.approx(math.log(2))
-
-    def test_without_marks_it_says_what_is_missing(self):
-        with pytest.raises(ValueError, match="needs the column `high_covariance`, but the batch has only"):
-            KLCovLoss()(replace(drawn([2]), columns={}))
 
 
 class TestTopr:
@@ -255,12 +232,6 @@ class TestTopr:
         assert 0 < x.logprobs.grad.item() < 1e-8
         on_policy = replace(x, rollout=x.logprobs.detach())
         assert TOPRLoss()(on_policy).value.tolist() == ReinforceLoss()(on_policy).value.tolist() == [-50.0]
-
-    def test_bad_settings_are_named(self):
-        with pytest.raises(ValueError, match=r"loss\.ratio_limit is 0\.0: it bounds the weight of a mistake"):
-            TOPRLoss(ratio_limit=0.0)
-        with pytest.raises(ValueError, match=r"loss\.is_level is 'token': `topr` has the sampler in its own ratio"):
-            TOPRLoss(is_level="token")
 
 
 @pytest.mark.parametrize("name", FAMILY)
@@ -375,19 +346,6 @@ class TestAll:
         level = "none" if name in OWN_WEIGHT else "sequence"
         assert FAMILY[name](is_level=level, kl_coef=0.1)(x).value.shape == (0,)
 
-    def test_missing_columns_are_named(self, name):
-        x = given([0], logprobs=[0.0], old=[0.0], advantages=[0.0])
-        with pytest.raises(ValueError, match=r"needs `rollout`|`topr` has the sampler in its own ratio; leave it out"):
-            FAMILY[name](is_level="sequence")(x)
-        with pytest.raises(ValueError, match=r"needs `entropy` because loss\.entropy_coef is set"):
-            FAMILY[name](entropy_coef=0.1)(replace(x, rollout=x.old))
-
-    def test_clip_ranges_lie_around_one(self, name):
-        if name not in CLIPPED:
-            return
-        with pytest.raises(ValueError, match=r"loss\.clip_low is -0\.1 .* neither may be below 0"):
-            FAMILY[name](clip_low=-0.1)
-
 
 @pytest.mark.parametrize("loss", FAMILY.values(), ids=FAMILY)
 def test_they_ask_for_what_they_read(loss):
@@ -449,12 +407,6 @@ def test_a_surrogate_of_ones_own_has_all_settings_of_the_family():
     assert bind(Plain, {"kl_coef": 1}, "loss") == {"scale": 2.0, **shared, "kl_coef": 1.0}
     assert list(list_arguments(Plain)) == ["scale", *shared]
     assert Plain(entropy_coef=0.1, kl_coef=0.2).needs == ("entropy", "ref")
-    with pytest.raises(ConfigError, match=r"loss\.is_mode: is 'trunc'; expected"):
-        bind(Plain, {"is_mode": "trunc"}, "loss")
-    with pytest.raises(ConfigError, match=r"loss\.kl_ceof: unknown argument of Plain; did you mean 'kl_coef'"):
-        bind(Plain, {"kl_ceof": 1.0}, "loss")
-    with pytest.raises(ValueError, match=r"loss\.is_low is 1\.5 and loss\.is_high is 2\.0: the weight on policy, 1"):
-        Plain(is_level="token", is_low=1.5)
     objective = build_objective(LossConfig(fn=f"{__name__}:Plain", scale=3, kl_coef=0.1))
     assert objective.loss == Plain(scale=3.0, kl_coef=0.1) and objective.needs == ("ref",)
     x = drawn((2, 1))
@@ -476,9 +428,3 @@ def test_a_function_of_ones_own_is_a_loss():
     assert (objective.per, objective.needs, objective.loss.settings) == ("token", (), {"scale": 1.0, "power": 2})
     assert objective.loss(drawn((2, 1))).value.tolist() == (drawn((2, 1)).logprobs ** 2).tolist()
     assert build_objective(LossConfig(**settings, scale=3.0)).needs == ("entropy", "entropy")
-    with pytest.raises(ConfigError, match=r"models\.value\.loss\.power: missing: squared needs it"):
-        build_objective(LossConfig(fn=settings["fn"]), "models.value.loss")
-    with pytest.raises(
-        ValueError, match=r"loss\.aggregation is `sequence_mean_token_sum`, which `.*:squared` is not defined"
-    ):
-        build_objective(LossConfig(**settings, aggregation="sequence_mean_token_sum"))

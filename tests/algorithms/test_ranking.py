@@ -71,10 +71,3 @@ class TestBradleyTerry:
         scores = x.scores.clone().requires_grad_()
         loss = BradleyTerryLoss(centre_coef=0.1)
         assert torch.autograd.gradcheck(lambda s: loss(replace(x, scores=s)).value, (scores,))
-
-    def test_traits_and_missing_inputs(self):
-        assert BradleyTerryLoss.per == "group" and BradleyTerryLoss.needs == ()
-        with pytest.raises(ValueError, match="needs `scores`"):
-            BradleyTerryLoss()(responses([[0.0], [0.0]], preference=[1, 0]))
-        with pytest.raises(ValueError, match="column `preference`"):
-            BradleyTerryLoss()(scored([1.0, 2.0]))
