@@ -1,4 +1,5 @@
-"""Models that leave the device between any two calls compute what they would have computed anyway."""
+"""Models that leave the device between any two calls compute what they would have computed anyway. Two of these tests
+also run on the simulated device (tests/standin) and on CUDA (tests/gpu)."""
 
 import gc
 
@@ -23,8 +24,13 @@ PROMPTS = Batch(torch.tensor([3, 5])).with_(
 )
 
 
-def build(cls, path, name="trainer", **config):
-    context = Context(model=name, loss=Objective(PolicyGradient()), samples_per_prompt=2)
+@pytest.fixture
+def device() -> str:
+    return "cpu"
+
+
+def build(cls, path, name="trainer", *, device="cpu", **config):
+    context = Context(model=name, device=device, loss=Objective(PolicyGradient()), samples_per_prompt=2)
     module = cls(ModelConfig(load=path, **config), context)
     module.setup()
     module.measure_memory()
@@ -41,8 +47,8 @@ def build(cls, path, name="trainer", **config):
     ],
     ids=lambda config: next(iter(config), "adamw"),
 )
-def test_training_with_moves_in_between_is_training(path, tmp_path, config):
-    config = {"optimizer": {"lr": 1e-2}} | config
+def test_training_with_moves_in_between_is_training(path, tmp_path, device, config):
+    config = {"optimizer": {"lr": 1e-2}, "device": device} | config
     stays, moves = build(FSDPModule, path, **config), build(FSDPModule, path, **config)
     for batch in BATCHES:
         moves.move("host", PARTS)
@@ -83,9 +89,10 @@ def test_a_gradient_without_room_is_refused_before_it_is_computed(path):
     assert same(before, weights(trainer))
 
 
-def test_a_policy_that_adopted_the_weights_stores_nothing_and_follows_them(path):
-    arena = Arena("cpu")
-    trainer, policy = build(FSDPModule, path, optimizer={"lr": 1e-2}), build(NativeModule, path, "policy")
+def test_a_policy_that_adopted_the_weights_stores_nothing_and_follows_them(path, device):
+    arena = Arena(device)
+    trainer = build(FSDPModule, path, device=device, optimizer={"lr": 1e-2})
+    policy = build(NativeModule, path, "policy", device=device)
     trainer.arena = policy.arena = arena
     trainer.measure_memory()
     alone = arena.used
@@ -101,6 +108,7 @@ def test_a_policy_that_adopted_the_weights_stores_nothing_and_follows_them(path)
     policy.move("device", ["weights"])
     again = policy.generate(PROMPTS, max_new_tokens=4)
     assert torch.equal(sampled["tokens"], again["tokens"])
+    assert torch.equal(sampled["rollout_logprobs"], again["rollout_logprobs"])
     trainer.train_step(BATCHES[0])
     assert not torch.equal(policy.generate(PROMPTS, max_new_tokens=4)["rollout_logprobs"], again["rollout_logprobs"])
 

@@ -22,13 +22,18 @@ def prompts() -> Batch:
     return Batch(lengths, {"tokens": tokens}, {"group": torch.arange(3), "rows": [{}, {}, {}]})
 
 
+@pytest.fixture
+def device() -> str:
+    return "cpu"
+
+
 @pytest.mark.parametrize("family", ["qwen2", "llama", "gemma2"])
 @pytest.mark.parametrize("adopt", [True, False])
-def test_sampled_logprobs_are_the_trainers(tmp_path, family, adopt):
+def test_sampled_logprobs_are_the_trainers(tmp_path, device, family, adopt):
     path = str(tiny_model_dir(tmp_path, family=family))
     config = {"load": path, "sampling": SAMPLING, "optimizer": {"lr": 1e-2}}
-    trainer = FSDPModule(ModelConfig(**config), Context(loss=Objective(PolicyGradient())))
-    policy = NativeModule(ModelConfig(module="native", **config), Context(samples_per_prompt=4))
+    trainer = FSDPModule(ModelConfig(**config), Context(device=device, loss=Objective(PolicyGradient())))
+    policy = NativeModule(ModelConfig(module="native", **config), Context(device=device, samples_per_prompt=4))
     trainer.setup()
     policy.setup()
     for version in range(3):
