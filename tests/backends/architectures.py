@@ -8,6 +8,7 @@ writes docs/architectures.md. tests/backends/test_architectures.py measures the 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -167,10 +168,10 @@ class Gradients(FSDPModule):
         return super().optimizer_step()
 
 
-def build_trainer(path: Path, **config: Any) -> Gradients:
+def build_trainer(path: Path, context: Mapping[str, Any] | None = None, /, **config: Any) -> Gradients:
     settings = {"load": str(path), "optimizer": {"lr": 0.0}, "max_tokens_per_micro": 60} | config
     loss = build_objective(LossConfig(fn="tests.backends.test_fsdp:sequence_loss"))
-    trainer = Gradients(ModelConfig(**settings), Context(model="trainer", steps=1, loss=loss))
+    trainer = Gradients(ModelConfig(**settings), Context(model="trainer", steps=1, loss=loss, **context or {}))
     trainer.setup()
     return trainer
 

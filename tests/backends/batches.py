@@ -1,10 +1,18 @@
-"""Small batches as a rollout would make them."""
+"""Small batches: prompts, and what a rollout would make of some."""
 
 from __future__ import annotations
 
 import torch
 
 from coalign.data.batch import Batch
+
+
+def prompts(*lengths: int) -> Batch:
+    """Prompts of the given lengths, a group each."""
+    tokens = torch.arange(40, 40 + sum(lengths), dtype=torch.int32)
+    return Batch(torch.tensor(lengths), {"tokens": tokens}).with_(
+        group=torch.arange(len(lengths)), rows=[{} for _ in lengths]
+    )
 
 
 def rollout(

@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from coalign.backends import lora, pretrained
 from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.config.schema import ModelConfig
-from coalign.data.batch import Batch
 from coalign.roles import Context
-from tests.backends.batches import rollout
+from tests.backends.batches import prompts, rollout
 from tests.backends.test_fsdp import Watched, module, same, weights
 from tests.tiny import tiny_model_dir
 
@@ -241,8 +240,7 @@ def test_a_policy_on_its_own_samples_with_the_adapter(path, tmp_path):
     config = {"load": path, "lora": KINDS[0] | {"load": str(tmp_path)}, "sampling": {"max_new_tokens": 6}}
     policy = NativeModule(ModelConfig(module="native", **config), Context(model="policy", samples_per_prompt=2))
     policy.setup()
-    prompts = Batch(torch.tensor([3, 4]), {"tokens": torch.arange(7).int()}, {"group": torch.arange(2)})
-    sampled = policy.generate(prompts)
+    sampled = policy.generate(prompts(3, 4))
     own = trainer.forward_step(sampled)["ref_logprobs"]
     torch.testing.assert_close(own, sampled["rollout_logprobs"], rtol=0, atol=1e-5)
     assert (own - trainer.forward_step(sampled, base=True)["ref_logprobs"]).abs().max() > 0.01

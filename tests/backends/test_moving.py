@@ -12,16 +12,13 @@ from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.scorers.cached import CachedModule
 from coalign.config.schema import ModelConfig, SamplingConfig
-from coalign.data.batch import Batch
 from coalign.memory import PARTS, Arena, OutOfDeviceMemory
 from coalign.roles import Context
-from tests.backends.batches import rollout
+from tests.backends.batches import prompts, rollout
 from tests.backends.test_fsdp import same, weights
 
 BATCHES = [rollout((5, 9), 2, seed=seed) for seed in range(3)]
-PROMPTS = Batch(torch.tensor([3, 5])).with_(
-    tokens=torch.arange(8, dtype=torch.int32), group=torch.arange(2), rows=[{}, {}]
-)
+PROMPTS = prompts(3, 5)
 
 
 @pytest.fixture
