@@ -25,14 +25,12 @@ def drawn(seed=0, sequences=24):
     lengths = torch.randint(3, 12, (sequences,), generator=generator)
     total = int(lengths.sum())
     mask = torch.rand(total, generator=generator) < 0.8
-    return Batch(
-        lengths,
-        {
-            "advantages": torch.randn(total, generator=generator) * mask,
-            "rollout_logprobs": -torch.rand(total, generator=generator) * mask,
-            "loss_mask": mask,
-        },
-        {"group": torch.arange(sequences) // 4 + 7, "index": torch.arange(sequences) % 4},
+    return Batch(lengths).with_(
+        advantages=torch.randn(total, generator=generator) * mask,
+        rollout_logprobs=-torch.rand(total, generator=generator) * mask,
+        loss_mask=mask,
+        group=torch.arange(sequences) // 4 + 7,
+        index=torch.arange(sequences) % 4,
     )
 
 

@@ -47,13 +47,11 @@ OWN_WEIGHT = ("topr",)  # their ratio is to the sampler: `is_level` is refused
 
 
 def given(segment, sequences=None, **columns):
+    """A LossInput whose log-probs learn."""
     tensors = {name: torch.as_tensor(c, **EXACT) for name, c in columns.items()}
-    return LossInput(
-        segment=T(segment, dtype=torch.int64),
-        sequences=sequences or max(segment) + 1,
-        columns=marked(len(segment)),
-        **tensors,
-    )
+    tensors["logprobs"].requires_grad_()
+    size = {"segment": T(segment, dtype=torch.int64), "sequences": sequences or max(segment) + 1}
+    return LossInput(columns=marked(len(segment)), **size, **tensors)
 
 
 def marked(tokens):
@@ -95,12 +93,8 @@ class TestGspo:
         # Sequence 0: log-ratios 0.3, -0.1, 0.4, mean 0.2, s = e^0.2 = 1.2214 above 1.1: A = 2 gives -1.1 · 2.
         # Sequence 2: log-ratio -0.5, s = 0.6065 below 0.9: A = -1 gives 0.9. Sequence 1 is empty.
         # Sequence 3: s = e^0.2 with A = -1 is not held back: 1.2214.
-        x = given(
-            [0, 0, 0, 2, 3],
-            logprobs=[-0.7, -1.1, -0.6, -1.5, -0.8],
-            old=[-1.0] * 5,
-            advantages=[2, 2, 2, -1, -1],
-        )
+        logprobs, advantages = [-0.7, -1.1, -0.6, -1.5, -0.8], [2, 2, 2, -1, -1]
+        x = given([0, 0, 0, 2, 3], logprobs=logprobs, old=[-1.0] * 5, advantages=advantages)
         out = GSPOLoss(clip_low=0.1, clip_high=0.1)(x)
         assert out.value.tolist() == pytest.approx([-2.2, -2.2, -2.2, 0.9, math.exp(0.2)])
         assert out.stats["clip_fraction"].value == pytest.approx(4 / 5)  # of tokens, as the paper counts
@@ -120,7 +114,6 @@ class TestGspo:
     def test_token_form_gives_each_token_its_own_advantage(self):
         # s = 1 in value; the gradient of a token is minus its own advantage, of the other form minus the mean.
         x = given([0, 0], logprobs=[-1.0, -2.0], old=[-1.0, -2.0], advantages=[3.0, -1.0])
-        x.logprobs.requires_grad_()
         for form, expected in (("token", [-1.5, 0.5]), ("sequence", [-0.5, -0.5])):
             _, gradient, _ = aggregated(x, GSPOLoss(form=form), "sequence_mean_token_mean")
             assert gradient.tolist() == pytest.approx(expected)
@@ -152,7 +145,6 @@ class TestCispo:
             old=[-1 - math.log(2), -2 - math.log(0.1), -0.5 - math.log(9)],
             advantages=[1.0, 2.0, -3.0],
         )
-        x.logprobs.requires_grad_()
         out = CISPOLoss(clip_low=0.5, clip_high=4.0)(x)
         assert out.value.tolist() == pytest.approx([2.0, 2.0, -7.5])
         assert out.stats["clip_fraction"].value == pytest.approx(2 / 3)
@@ -168,7 +160,6 @@ class TestSapo:
     def test_worked_by_hand(self):
         # τ = 1 where A > 0, 2 elsewhere. ρ = 2: 4σ(1) · 3 = 8.772703; ρ = 1/2: 4/2 σ(-1) = 0.537883, times A = -1.
         x = given([0, 1], logprobs=[-1.0, -1.0], old=[-1 - math.log(2), -1 + math.log(2)], advantages=[3.0, -1.0])
-        x.logprobs.requires_grad_()
         out = SAPOLoss(tau_pos=1.0, tau_neg=2.0)(x)
         assert out.value.tolist() == pytest.approx([-8.772703, 0.537883], abs=1e-6)
         # The gradient is -ρA times 4σ(1 - σ): 0.7864477 in both, for σ(1) σ(-1) = 0.196612.
@@ -183,7 +174,6 @@ class TestGmpo:
         # -0.4 is held at -0.2, mean 0.05. Sequence 2, A = 0: nothing.
         old = [-1.0] * 5
         x = given([0, 0, 1, 1, 2], logprobs=[-0.7, -1.4, -0.7, -1.4, -3.0], old=old, advantages=[2, 2, -1, -1, 0])
-        x.logprobs.requires_grad_()
         out = GMPOLoss(clip_low=0.2, clip_high=0.1)(x)
         a, b = math.exp(-0.15), math.exp(0.05)
         assert out.value.tolist() == pytest.approx([-2 * a, -2 * a, b, b, 0.0])
@@ -197,7 +187,6 @@ class TestKLCov:
     def test_worked_by_hand(self):
         # Ratios 2 and 1/2; only the second token is marked: 0.5 · |log ½| is added, and nothing is clipped.
         x = given([0, 0], logprobs=[-1.0, -1.0], old=[-1 - math.log(2), -1 + math.log(2)], advantages=[3.0, -1.0])
-        x.logprobs.requires_grad_()
         out = KLCovLoss(cov_coef=0.5)(x)
         assert out.value.tolist() == pytest.approx([-6.0, 0.5 + 0.5 * math.log(2)])
         out.value.sum().backward()
@@ -216,7 +205,6 @@ class TestTopr:
             rollout=[-3.0, -1.0, -1.0, -1.0, -1.0],
             advantages=[0.5, 0.5, -0.5, -0.5, -2.0],
         )
-        x.logprobs.requires_grad_()
         out = TOPRLoss()(x)
         w = math.exp(-0.3)
         assert out.value.tolist() == pytest.approx([0.5, 1.0, -0.75 * w, -0.4 * w, -1.2])
@@ -227,7 +215,6 @@ class TestTopr:
 
     def test_a_mistake_that_is_unlearned_has_no_gradient_left(self):
         x = given([0], logprobs=[-50.0], old=[-1.0], rollout=[-1.0], advantages=[-1.0])
-        x.logprobs.requires_grad_()
         TOPRLoss()(x).value.sum().backward()
         assert 0 < x.logprobs.grad.item() < 1e-8
         on_policy = replace(x, rollout=x.logprobs.detach())
@@ -252,15 +239,8 @@ class TestAll:
             pytest.skip("refused")
         lengths = [4, 0, 1, 7, 2, 5]
         x = drawn(lengths)
-        loss = FAMILY[name](
-            kl_coef=0.1,
-            entropy_coef=0.01,
-            drift_limit=0.1,
-            is_level=level,
-            is_mode="mask",
-            is_low=0.7,
-            is_high=1.4,
-        )
+        weights = {"is_level": level, "is_mode": "mask", "is_low": 0.7, "is_high": 1.4}
+        loss = FAMILY[name](kl_coef=0.1, entropy_coef=0.01, drift_limit=0.1, **weights)
         value, gradient, stats = aggregated(x, loss, aggregation)
         totals = LossTotals(sum(lengths), 5, 6)
         got = torch.zeros_like(gradient)

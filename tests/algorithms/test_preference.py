@@ -21,16 +21,8 @@ from tests.algorithms.responses import responses
 
 T = torch.tensor
 WITH_REFERENCE = [
-    "dpo",
-    "ipo",
-    "hinge",
-    "exo_pair",
-    "nca_pair",
-    "bco_pair",
-    "sppo_hard",
-    "apo_zero",
-    "apo_down",
-    "discopop",
+    *("dpo", "ipo", "hinge", "exo_pair", "nca_pair"),
+    *("bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop"),
 ]
 BATCH = ["aot", "aot_unpaired"]
 WITHOUT_REFERENCE = ["simpo", "cpo", "orpo"]

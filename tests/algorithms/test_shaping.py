@@ -2,12 +2,7 @@ import pytest
 import torch
 
 from coalign.algorithms.advantages import rloo
-from coalign.algorithms.shaping import (
-    mask_truncated,
-    scale_truncated,
-    sequence_kl_reward,
-    shape_reward,
-)
+from coalign.algorithms.shaping import mask_truncated, scale_truncated, sequence_kl_reward, shape_reward
 from coalign.types import Status
 
 T = torch.tensor

@@ -21,25 +21,12 @@ from tests.conformance import reference
 from tests.conformance.backends import Backend, build, exported, on_ranks
 from tests.tiny import tiny_model_dir
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MODELS: dict[str, dict[str, Any]] = {
     "tied": {"family": "qwen2", "tied": True},
     "untied": {"family": "llama", "tied": False},
-    "moe": {
-        "family": "qwen3_moe",
-        "tied": False,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "norm_topk_prob": True,
-    },
-    "shared": {
-        "family": "qwen2_moe",
-        "tied": False,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 32,
-    },
+    "moe": {"family": "qwen3_moe", "tied": False, "norm_topk_prob": True} | EXPERTS,
+    "shared": {"family": "qwen2_moe", "tied": False, "shared_expert_intermediate_size": 32} | EXPERTS,
     "deep": {"family": "qwen3", "tied": True, "layers": 4, "kv_heads": 1},
 }
 

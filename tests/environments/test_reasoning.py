@@ -92,20 +92,10 @@ def test_the_engine_reads_the_rewritten_prompt(tmp_path):
     )
     made = []
     for sequences in (8, 1):
-        module = NativeModule(
-            ModelConfig(
-                module="native",
-                load=str(directory),
-                sampling={"max_new_tokens": 40},
-                native={"max_sequences": sequences},
-            ),
-            Context(
-                samples_per_prompt=3,
-                tokenizer=str(directory),
-                reasoning="last",
-                environment=find_environment(RolloutConfig(fn="tests.environments.test_reasoning:short_turns")),
-            ),
-        )
+        environment = find_environment(RolloutConfig(fn="tests.environments.test_reasoning:short_turns"))
+        context = Context(samples_per_prompt=3, tokenizer=str(directory), reasoning="last", environment=environment)
+        settings = {"sampling": {"max_new_tokens": 40}, "native": {"max_sequences": sequences}}
+        module = NativeModule(ModelConfig(load=str(directory), **settings), context)
         module.setup()
         out, stats = module.generate(batch)
         assert stats["episode/rewritten"].value == 1.0

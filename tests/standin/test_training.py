@@ -17,6 +17,7 @@ from coalign.memory import move_module
 from coalign.roles import Context
 from tests.backends.batches import rollout
 from tests.conformance.backends import BACKENDS, train
+from tests.conformance.layouts import EXPERTS
 from tests.conformance.test_training import case, check
 from tests.standin.device import memory_limit
 from tests.tiny import tiny_model_dir
@@ -108,7 +109,7 @@ def test_training_is_that_of_the_cpu(folder, name):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "qwen3_moe"])
 def test_other_families(folder, family):
-    more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16} if family == "qwen3_moe" else {}
+    more = EXPERTS if family == "qwen3_moe" else {}
     compare(tiny_model_dir(folder / family, family=family, **more), rollout((5, 9), 2))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from coalign.backends.engines.contract import GenerationSession
 from coalign.backends.engines.native.native_model import NativeModel
 from coalign.backends.engines.request import Request
 from coalign.backends.engines.session_driver import generate_responses
@@ -74,3 +75,26 @@ def test_a_repetition_penalty_discourages_prompt_and_response():
         tokens = response.tokens.tolist()
         assert len(set(tokens)) == len(tokens)
         assert not set(tokens) & set(request.prompt)
+
+
+def test_a_response_that_the_engine_lost_is_an_error(monkeypatch):
+    engine, finish = helpers.engine(MODEL), GenerationSession.finish
+
+    def lose(session, answer, status):
+        if answer.submitted.request.group != 1:
+            finish(session, answer, status)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GenerationSession, "finish", lose)
+        with pytest.raises(RuntimeError, match="the engine returned 1 of 3 responses"):
+            generate_responses(engine, [Request([1], 0), Request([1], 1, samples=2)], helpers.SAMPLING)
+    assert len(generate_responses(engine, [Request([1], 1)], helpers.SAMPLING)) == 1
+
+
+def test_a_version_counts_once_its_weights_are_there():
+    engine = helpers.engine(MODEL)
+    with pytest.raises(ZeroDivisionError):
+        engine.load_weights((("name", 1 / 0) for _ in range(1)), version=4, adopt=False)
+    assert engine.version == 0
+    engine.load_weights(MODEL.state_dict().items(), version=4, adopt=True)
+    assert engine.version == 4

@@ -20,17 +20,11 @@ from coalign.backends.engines.native.native_model import NativeModel
 from coalign.backends.engines.session_driver import generate_responses
 from tests.backends.native import helpers
 
-_SHAPE = dict(
-    vocab_size=helpers.VOCABULARY,
-    hidden_size=48,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=6,
-    max_position_embeddings=256,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+_SHAPE = {"vocab_size": helpers.VOCABULARY, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2}
+_SHAPE |= {"num_attention_heads": 6, "max_position_embeddings": 256}
+_SHAPE |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
 _GROUPED = dict(**_SHAPE, num_key_value_heads=2)
 
 # Every other family, greedily: tests/backends/test_architectures.py.
@@ -40,32 +34,13 @@ FAMILIES = {
     "qwen2_sliding": helpers.qwen2(use_sliding_window=True, sliding_window=8, max_window_layers=1),
     "llama3_rope": LlamaConfig(
         **_GROUPED,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 10000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
+        rope_parameters={"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
+        | {"high_freq_factor": 4.0, "original_max_position_embeddings": 64},
     ),
     "gemma2": Gemma2Config(**_GROUPED, head_dim=16, sliding_window=8, query_pre_attn_scalar=16),
     "gpt_neox": GPTNeoXConfig(**_SHAPE),
     "granite": GraniteConfig(**_GROUPED, logits_scaling=2.0, residual_multiplier=0.5),
-    "deepseek_v3": DeepseekV3Config(
-        **_SHAPE,
-        num_key_value_heads=6,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        moe_intermediate_size=32,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=12,
-    ),
+    "deepseek_v3": DeepseekV3Config(**_SHAPE | _LATENT | _EXPERTS, num_key_value_heads=6, moe_intermediate_size=32),
     "mixtral": MixtralConfig(**_GROUPED, num_local_experts=4, num_experts_per_tok=2),
 }
 
