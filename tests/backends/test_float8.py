@@ -23,11 +23,6 @@ def layer(path) -> torch.nn.Module:
         return decoder_layers(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)))[0]
 
 
-def test_a_cpu_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=rf"{KEY} needs a GPU .* computes on cpu"):
-        module(str(tiny_model_dir(tmp_path)), fp8=True, **BF16)
-
-
 def test_where_it_cannot_be_is_refused(monkeypatch):
     capability, package = (8, 6), object()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

@@ -128,9 +128,11 @@ def test_a_loss_per_sequence_is_averaged_over_all_sequences(path):
         ({"frozen": True}, {}, r"models\.trainer\.frozen"),
         ({"max_tokens_per_micro": 4}, {}, "max_tokens_per_micro=4"),
         ({"head": "value"}, {}, r"score\.weight.*head_init: zero"),
+        ({"router_z_loss_coef": 0.1}, {}, r"router_z_loss_coef is 0\.1: Qwen2ForCausalLM declares no"),
+        ({"fp8": True, "compute_dtype": "bfloat16"}, {}, r"models\.trainer\.fp8 needs a GPU .* computes on cpu"),
         ({}, {"without": "advantages"}, "advantages"),
     ],
-    ids=["length", "names", "argument", "no loss", "frozen", "budget", "no head", "no advantages"],
+    ids=["length", "names", "argument", "no loss", "frozen", "budget", "no head", "routers", "fp8", "no advantages"],
 )
 def test_what_cannot_be_trained_is_refused(path, config, batch, message):
     with pytest.raises(ValueError, match=message):
@@ -308,24 +310,16 @@ def test_random_weights_come_from_the_seed(path):
     assert same(first, second) and not same(first, third)
 
 
-def test_save_hf_loads_with_transformers(path, tmp_path):
-    trainer = module(path)
-    trainer.train_step(rollout())
-    trainer.save_hf(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    assert same(dict(loaded.named_parameters()), weights(trainer))
-    assert AutoTokenizer.from_pretrained(tmp_path).chat_template
-    assert same(weights(module(str(tmp_path))), weights(trainer))
-
-
-@pytest.mark.parametrize("family", ["gemma2", "qwen3_moe"])
-def test_save_hf_of_other_families(tmp_path, family):
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "qwen3_moe"])
+def test_save_hf_loads_with_transformers(tmp_path, family):
     more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16} if "moe" in family else {}
     trainer = module(str(tiny_model_dir(tmp_path / "from", family=family, **more)))
     trainer.train_step(rollout())
     trainer.save_hf(tmp_path / "to")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "to", dtype=torch.float32)
     assert same(dict(loaded.named_parameters()), weights(trainer))
+    assert AutoTokenizer.from_pretrained(tmp_path / "to").chat_template
+    assert same(weights(module(str(tmp_path / "to"))), weights(trainer))
 
 
 def test_a_resumed_run_ends_with_the_same_weights(tmp_path):

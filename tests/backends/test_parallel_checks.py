@@ -8,6 +8,7 @@ from coalign.cluster.cluster import find_footprint
 from coalign.config.errors import ConfigError
 from coalign.config.schema import ModelConfig
 from packages.megatron.tests.weight_families.checkpoints import native
+from tests.backends.architectures import make
 from tests.tiny import tiny_model_dir
 
 MOE = {"family": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -53,6 +54,18 @@ def try_out(path, **config) -> None:
 def test_what_an_architecture_refuses(tmp_path, model, config, message):
     with pytest.raises(ValueError, match=rf"models\.trainer\.{message}"):
         try_out(tiny_model_dir(tmp_path, **model), **config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tensor_parallel": 2, "num_process": 2}, "tensor_parallel is 2, and models.trainer computes `rows: padded`"),
+        ({"rows": "single", "num_process": 2}, "has 2 processes, and models.trainer computes `rows: single`"),
+    ],
+)
+def test_what_needs_packed_rows(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        try_out(make(tmp_path, "gptj"), **changes)
 
 
 @pytest.mark.parametrize(

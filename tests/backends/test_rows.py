@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from coalign import load_config
-from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.hf.heads import LanguageModel
-from coalign.config.schema import ModelConfig
 from coalign.launch.check import check
 from coalign.report.display import Display
 from tests.backends.architectures import make
@@ -49,19 +47,6 @@ def test_what_a_model_only_declares_is_replaced(tmp_path, monkeypatch, caplog):
     assert "models.trainer computes single rows" in caplog.text
     with pytest.raises(NotImplementedError, match="GPTJForCausalLM changes its logits"):
         module(str(path), rows="padded")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"tensor_parallel": 2, "num_process": 2}, "tensor_parallel is 2, and models.trainer computes `rows: padded`"),
-        ({"rows": "single", "num_process": 2}, "has 2 processes, and models.trainer computes `rows: single`"),
-    ],
-)
-def test_check_refuses_what_needs_packed_rows(tmp_path, changes, message):
-    path = make(tmp_path, "gptj")
-    with pytest.raises(ValueError, match=message):
-        FSDPModule.check_architecture(ModelConfig(load=str(path), **changes), "trainer")
 
 
 def test_a_run_of_a_model_without_attention(tmp_path, capsys):

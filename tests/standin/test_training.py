@@ -82,12 +82,9 @@ def compare(path, batch, tolerance=1e-6, **config):
         assert mine["loss/value"].value == pytest.approx(theirs["loss/value"].value, rel=tolerance, abs=tolerance)
 
 
-CONFIGS = {
+CONFIGS = {  # micro-batches, unshared prompts, recomputation and half precision: the conformance suite, below
     "adamw": {},
-    "micro-batches": {"max_tokens_per_micro": 40},
-    "unshared prompts": {"share_prefix": False},
     "several updates": {"updates_per_batch": 2, "epochs_per_batch": 2},
-    "recomputation": {"activation_checkpointing": "full"},
     "selective recomputation": {"activation_checkpointing": "selective"},
     "adapters": {"lora": {"rank": 4}},
     "adapters with dropout": {"lora": {"rank": 4, "dropout": 0.2}},
@@ -111,11 +108,6 @@ def test_training_is_that_of_the_cpu(folder, name):
 def test_other_families(folder, family):
     more = EXPERTS if family == "qwen3_moe" else {}
     compare(tiny_model_dir(folder / family, family=family, **more), rollout((5, 9), 2))
-
-
-def test_half_precision_is_about_that_of_the_cpu(folder):
-    config = {"compute_dtype": "bfloat16"}
-    compare(tiny_model_dir(folder / "qwen2"), rollout((5, 9, 12), 3), 3e-2, **config)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -88,3 +88,9 @@ def submit(session: GenerationSession, request: Request, answers: dict[tuple[int
 
 def flat(responses: list[list[Response]]) -> list[Response]:
     return [r for some in responses for r in some]
+
+
+def check_same(found: list[Response], expected: list[Response]) -> None:
+    """Check that responses have the same tokens, and log-probs bit for bit."""
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.tokens, other.tokens) and torch.equal(one.logprobs, other.logprobs)
