@@ -13,6 +13,7 @@ from coalign.types import Status
 from tests.backends.batches import rollout
 from tests.backends.test_fsdp import Watched
 from tests.backends.test_fsdp import module as build
+from tests.conformance.backends import relative
 
 # Weights by sequence, by token, by their product. Cuts of every loss: tests/algorithms/test_policy_family.py.
 GSPO = {"fn": "gspo", "aggregation": "sequence_mean_token_mean"}
@@ -38,16 +39,12 @@ def batch(path) -> Batch:
     return drawn.with_(**near, high_covariance=noise[0] > 0.5)
 
 
-def apart(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm())
-
-
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_and_statistics_do_not_depend_on_cuts_or_packing(path, batch, name):
     configs = ({"share_prefix": False}, {"max_tokens_per_micro": 21, "share_prefix": False})
     whole, cut = (module(path, LOSSES[name], **config) for config in configs)
     expected, got = whole.train_step(batch), cut.train_step(batch)
-    assert apart(cut.gradient, whole.gradient) < 1e-6
+    assert relative(cut.gradient, whole.gradient) < 1e-6
     assert {k: v.value for k, v in got.items()} == pytest.approx({k: v.value for k, v in expected.items()}, rel=1e-4)
     assert 0 < got["loss/ess"].value < 1 and got["loss/mismatch_kl"].value > 0
 
@@ -60,7 +57,7 @@ def test_truncated_rows_that_are_masked_are_as_good_as_gone(path, batch, name):
     masked = batch.with_(loss_mask=mask_truncated(batch["loss_mask"], status, batch.segment)["loss_mask"])
     a, b = module(path, LOSSES[name]), module(path, LOSSES[name])
     expected, got = a.train_step(batch.select(status == int(Status.OK))), b.train_step(masked)
-    assert apart(b.gradient, a.gradient) < 1e-6
+    assert relative(b.gradient, a.gradient) < 1e-6
     assert a.row_counts == b.row_counts == 5  # nor do they cost anything
     assert {k: v.value for k, v in got.items()} == pytest.approx({k: v.value for k, v in expected.items()}, rel=1e-4)
 
@@ -90,4 +87,4 @@ def test_the_entropy_is_measured_without_a_part_in_the_gradient(path, batch):
     plain, measured = module(path, GSPO), module(path, GSPO | {"measure_entropy": True})
     assert "loss/entropy" not in plain.train_step(batch)
     assert 0 < measured.train_step(batch)["loss/entropy"].value < 6  # at most ln 259
-    assert apart(measured.gradient, plain.gradient) < 1e-6
+    assert relative(measured.gradient, plain.gradient) < 1e-6

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from coalign.data.batch import Batch
 from coalign.files import read_report
 from tests.backends.batches import rollout
-from tests.conformance.backends import DEEPSPEED, MEGATRON, Backend, build, exported, on_ranks, same, zero
+from tests.conformance.backends import DEEPSPEED, MEGATRON, Backend, build, exported, on_ranks, relative, same, zero
 from tests.conformance.layouts import MODELS
 from tests.tiny import tiny_model_dir
 
@@ -93,13 +93,6 @@ def run(tmp_path_factory):
         return folder, on_ranks(ranks, _train, folder, backend, path, folder, batches)
 
     return run
-
-
-def relative(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> float:
-    assert one.keys() == two.keys()
-    return float(torch.cat([(t - two[n]).flatten() for n, t in one.items()]).norm()) / float(
-        torch.cat([t.flatten() for t in one.values()]).norm()
-    )
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from tests.conformance.backends import joined, relative, same  # noqa: F401  (of layouts of other backends, too)
 from tests.conformance.layouts import Layout, Result, batch, expected, models, train
 
 TWO = [
@@ -73,25 +73,14 @@ def check_each(ranks: int, layouts: list[Layout], folder: Path, subtests: pytest
 
 
 def check(layout: Layout, got: Result, want: Result) -> None:
-    assert got.before.keys() == want.before.keys()
-    assert all(torch.equal(got.before[name], tensor) for name, tensor in want.before.items())
+    assert same(got.before, want.before)
     assert relative(got.logprobs, want.logprobs) < 1e-6
     assert float((got.logprobs - want.logprobs).abs().max()) < 1e-5
     if layout.shows_gradients:
-        assert relative(joined(got.gradients, want.gradients), joined(want.gradients, want.gradients)) < 1e-5
+        assert relative(got.gradients, want.gradients) < 1e-5
     assert got.losses == pytest.approx(want.losses, rel=1e-4, abs=1e-5)
     assert got.norms == pytest.approx(want.norms, rel=2e-5)
     # AdamW's first steps are of the size of lr, whatever the gradient: where that is near 0, rounding decides the sign.
     moves = ({name: tensor - want.before[name] for name, tensor in each.after.items()} for each in (got, want))
-    first, second = moves
-    assert relative(joined(first, second), joined(second, second)) < 1e-4
-    assert relative(joined(got.after, want.after), joined(want.after, want.after)) < 1e-4
-
-
-def joined(tensors: dict[str, torch.Tensor], like: dict[str, torch.Tensor]) -> torch.Tensor:
-    assert tensors.keys() == like.keys()
-    return torch.cat([tensors[name].flatten() for name in like])
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / b.norm())
+    assert relative(*moves) < 1e-4
+    assert relative(got.after, want.after) < 1e-4

@@ -16,7 +16,7 @@ from coalign.devices import use_device
 from coalign.memory import move_module
 from coalign.roles import Context
 from tests.backends.batches import rollout
-from tests.conformance.backends import BACKENDS, train
+from tests.conformance.backends import BACKENDS, relative, train
 from tests.conformance.layouts import EXPERTS
 from tests.conformance.test_training import case, check
 from tests.standin.device import memory_limit
@@ -64,19 +64,11 @@ def learn(module, batch, steps=2):
     return before, gradients, weights, stats
 
 
-def distance(own, other):
-    """Between two tensors, or all tensors of two dictionaries, relative to the second."""
-    if isinstance(own, dict):
-        assert own.keys() == other.keys()
-        own, other = (torch.cat([each[name].flatten() for name in own]) for each in (own, other))
-    return float((own - other).norm() / other.norm().clamp(min=1e-30))
-
-
 def compare(path, batch, tolerance=1e-6, **config):
     own, other = (learn(build(path, device, **config), batch) for device in (CARD, "cpu"))
-    assert distance(own[0], other[0]) < tolerance
-    assert distance(own[1], other[1]) < tolerance
-    assert distance(own[2], other[2]) < tolerance
+    assert relative(own[0], other[0]) < tolerance
+    assert relative(own[1], other[1]) < tolerance
+    assert relative(own[2], other[2]) < tolerance
     for mine, theirs in zip(own[3], other[3], strict=True):
         assert mine["loss/grad_norm"].value == pytest.approx(theirs["loss/grad_norm"].value, rel=tolerance)
         assert mine["loss/value"].value == pytest.approx(theirs["loss/value"].value, rel=tolerance, abs=tolerance)
@@ -200,7 +192,7 @@ def test_a_checkpoint_is_continued_bit_for_bit_on_any_device(folder, tmp_path, c
         each.train_step(batch)
     if there == "cpu":
         pairs = zip(*map(weights_of, (module, other)), strict=True)
-        assert max(distance(a.cpu(), b.cpu()) for a, b in pairs) < 1e-5
+        assert max(relative(a.cpu(), b.cpu()) for a, b in pairs) < 1e-5
     else:
         assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*map(weights_of, (module, other)), strict=True))
     exported = build(tmp_path / "hf", there, frozen=True)
