@@ -15,6 +15,7 @@ from coalign.data.batch import Batch
 from coalign.roles import Context
 from coalign.types import LossInput, LossOutput, Stat
 from tests.backends.batches import rollout
+from tests.conformance.backends import same
 from tests.conformance.engines import expected_logprobs
 from tests.tiny import tiny_model_dir
 
@@ -32,10 +33,6 @@ def module(
 
 def weights(module: FSDPModule) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in module.export_weights()}
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 class Watched(FSDPModule):

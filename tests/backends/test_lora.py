@@ -60,10 +60,7 @@ def test_patterns_are_of_full_names(path, caplog):
     ("target", "message"),
     [
         ("*.q_prj", r"models\.trainer\.lora\.target: '\*\.q_prj' matches none .*model\.layers\.0\.self_attn\.q_proj"),
-        (
-            "q_prj",
-            r"'q_prj' matches none of the linear layers of Qwen2ForCausalLM \(model\.layers\.0\.self",
-        ),
+        ("q_prj", r"'q_prj' matches none of the linear layers of Qwen2ForCausalLM \(model\.layers\.0\.self"),
         ("zzz", r"'zzz' matches none .*down_proj, .*v_proj, …"),
         ("*", r"matches the head 'lm_head', which takes no adapter"),
         ("lm_head", r"matches the head 'lm_head'"),
@@ -316,11 +313,7 @@ def test_layers_have_the_ranks_and_scales_of_pefts_adapter(path, tmp_path, setti
         ({"trainable_token_indices": [3]}, {}, r"has trainable_token_indices: \[3\]"),
         ({"init_lora_weights": "pissa"}, {}, "has init_lora_weights: 'pissa'"),
         ({"alora_invocation_tokens": [3], "task_type": "CAUSAL_LM"}, {}, "has alora_invocation_tokens"),
-        (
-            {},
-            {"use_novelty": True, "size": 3, "old": None},
-            r"has use_novelty: True, which peft \S+ does not know",
-        ),
+        ({}, {"use_novelty": True, "size": 3, "old": None}, r"has use_novelty: True, which peft \S+ does not know"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

@@ -51,6 +51,14 @@ class Layout:
         return "-".join([self.model, *(f"{short.get(k, k)}{v}" for k, v in flat.items() if k != "megatron")])
 
 
+TP, CP, EP = {"tensor_parallel": 2}, {"context_parallel": 2}, {"expert_parallel": 2}
+
+
+def list_layouts(module: str = "fsdp", /, **models: list[dict[str, Any]]) -> list[Layout]:
+    """A layout for each way to cut each model."""
+    return [Layout(model, config, module) for model, configs in models.items() for config in configs]
+
+
 @dataclass
 class Result:
     """What the ranks of a layout did, or what the reference did. Gradients are those of the first step, unclipped."""

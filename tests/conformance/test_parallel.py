@@ -8,42 +8,22 @@ from typing import Any
 import pytest
 
 from tests.conformance.backends import joined, relative, same  # noqa: F401  (of layouts of other backends, too)
-from tests.conformance.layouts import Layout, Result, batch, expected, models, train
+from tests.conformance.layouts import CP, EP, TP, Layout, Result, batch, expected, list_layouts, models, train
 
-TWO = [
-    Layout("tied", {"tensor_parallel": 2}),
-    Layout("untied", {"context_parallel": 2}),
-    Layout("moe", {"expert_parallel": 2}),
-]
-TWO_SLOW = [
-    Layout("untied", {"tensor_parallel": 2}),
-    Layout("tied", {"context_parallel": 2}),
-    Layout("tied", {"dp_replicate": 2}),
-    Layout("untied", {"context_parallel": 2, "compile": True}),
-    Layout("moe", {}),
-    Layout("moe", {"tensor_parallel": 2, "expert_parallel": 2}),
-    Layout("moe", {"tensor_parallel": 2}),
-    Layout("moe", {"context_parallel": 2, "expert_parallel": 2}),
-    Layout("shared", {"tensor_parallel": 2}),
-    Layout("shared", {"expert_parallel": 2}),
-]
-FOUR_SLOW = [
-    Layout("tied", {"dp_replicate": 2}),
-    Layout("tied", {"tensor_parallel": 2}),
-    Layout("untied", {"tensor_parallel": 2}),
-    Layout("untied", {"dp_replicate": 2, "tensor_parallel": 2}),
-    Layout("tied", {"context_parallel": 2}),
-    Layout("tied", {"context_parallel": 4}),
-    Layout("untied", {"dp_replicate": 2, "context_parallel": 2}),
-    Layout("tied", {"tensor_parallel": 2, "context_parallel": 2}),
-    Layout("moe", {"expert_parallel": 2}),
-    Layout("moe", {"expert_parallel": 4}),
-    Layout("moe", {"dp_replicate": 2, "expert_parallel": 2}),
-    Layout("moe", {"tensor_parallel": 2, "expert_parallel": 2}),
-    Layout("moe", {"tensor_parallel": 2, "expert_parallel": 4}),
-    Layout("moe", {"tensor_parallel": 2, "context_parallel": 2, "expert_parallel": 2}),
-    Layout("shared", {"tensor_parallel": 2, "expert_parallel": 2}),
-]
+COPIES = {"dp_replicate": 2}
+TWO = list_layouts(tied=[TP], untied=[CP], moe=[EP])
+TWO_SLOW = list_layouts(
+    tied=[CP, COPIES],
+    untied=[TP, CP | {"compile": True}],
+    moe=[{}, TP | EP, TP, CP | EP],
+    shared=[TP, EP],
+)
+FOUR_SLOW = list_layouts(
+    tied=[COPIES, TP, CP, {"context_parallel": 4}, TP | CP],
+    untied=[TP, COPIES | TP, COPIES | CP],
+    moe=[EP, {"expert_parallel": 4}, COPIES | EP, TP | EP, TP | {"expert_parallel": 4}, TP | CP | EP],
+    shared=[TP | EP],
+)
 
 
 def starts(two: list[Layout], more: list[Layout], four: list[Layout]) -> list[Any]:

@@ -12,11 +12,10 @@ from coalign.data.batch import Batch
 from coalign.types import merge_stats
 from tests.backends.batches import rollout
 from tests.conformance.backends import Backend, build, exported, on_ranks, relative, same
-from tests.conformance.layouts import MODELS, share
+from tests.conformance.layouts import CP, EP, MODELS, TP, share
 from tests.tiny import tiny_model_dir, tiny_reward_model_dir
 
 pytestmark = [pytest.mark.backends, pytest.mark.timeout(1800)]
-TP, CP, EP = {"tensor_parallel": 2}, {"context_parallel": 2}, {"expert_parallel": 2}
 VALUE = {"head": "value", "head_init": "zero", "loss": {"fn": "value"}}
 LORA = {"lora": {"rank": 4, "target": ["*.q_proj", "*.o_proj", "*.up_proj", "*.down_proj"]}}
 # name -> (model, how it is cut, what is tried; how closely it agrees)
