@@ -43,11 +43,9 @@ def test_where_it_cannot_be_is_refused(monkeypatch):
 def test_the_linear_layers_whose_sizes_fit_are_chosen(tmp_path):
     attention = [f"self_attn.{name}_proj" for name in "qkvo"]
     mlp = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
-    assert layers._find_float8_layers(layer(tiny_model_dir(tmp_path / "fits", intermediate_size=48))) == [
-        *attention,
-        *mlp,
-    ]
-    assert layers._find_float8_layers(layer(tiny_model_dir(tmp_path / "odd", intermediate_size=40))) == attention
+    for size, expected in ((48, attention + mlp), (40, attention)):
+        path = tiny_model_dir(tmp_path / str(size), intermediate_size=size)
+        assert layers._find_float8_layers(layer(path)) == expected
 
 
 def test_routers_are_not(tmp_path):

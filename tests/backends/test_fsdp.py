@@ -270,15 +270,11 @@ def test_a_family_with_logits_of_its_own_is_refused(path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("family", "config"),
-    [
-        ("gemma2", {"final_logit_softcapping": 0.05}),
-        ("cohere", {"logit_scale": 9.0}),
-        ("granite", {"logits_scaling": 0.1}),
-    ],
+    ("family", "key", "value"),
+    [("gemma2", "final_logit_softcapping", 0.05), ("cohere", "logit_scale", 9.0), ("granite", "logits_scaling", 0.1)],
 )
-def test_families_that_scale_or_cap_their_logits(tmp_path, family, config):
-    module(str(tiny_model_dir(tmp_path, family=family, **config)))
+def test_families_that_scale_or_cap_their_logits(tmp_path, family, key, value):
+    module(str(tiny_model_dir(tmp_path, family=family, **{key: value})))
 
 
 # ---- weights

@@ -53,11 +53,9 @@ def test_a_signature_is_the_description():
             },
         },
     }
-    assert (
-        "numbers"
-        in _build_tool("calculator").description["function"]["parameters"]["properties"]["expression"]["description"]
-    )
-    assert list(_build_tool(f"{HERE}:meets").description["function"]["parameters"]["properties"]) == ["other"]
+    properties = lambda fn: _build_tool(fn).description["function"]["parameters"]["properties"]  # noqa: E731
+    assert "numbers" in properties("calculator")["expression"]["description"]
+    assert list(properties(f"{HERE}:meets")) == ["other"]
 
 
 def test_keyword_only_parameters_are_configuration():

@@ -143,10 +143,7 @@ def test_another_history_is_another_conversation():
 
 
 def test_impossible_conversations_are_refused():
-    for request in (
-        Request([1, 2], 3, first_turn=0),
-        Request([1, 2], 3, first_turn=3),
-        Request([1, 2], 3, 2, first_turn=2),
-    ):
+    wrong = {"first_turn": 0}, {"first_turn": 3}, {"samples": 2, "first_turn": 2}
+    for request in (Request([1, 2], 3, **changes) for changes in wrong):
         with pytest.raises(ValueError, match="group 3"):
             generate_responses(helpers.engine(MODEL), [request], helpers.SAMPLING)
