@@ -66,13 +66,9 @@ def test_turn_rewards_are_part_of_the_reward_and_stand_at_their_tokens(weight, e
 
 class TestSequenceKlReward:
     # Log-ratios 0.5, -0.25 (and a tool's 9) | 2.0 | nothing
-    ARGUMENTS = (
-        T([1.0, 0.0, 3.0]),
-        T([0.0, -1.0, 9.0, -1.5, -1.0, 0.0]),
-        T([0.0, -1.5, 0.0, -1.25, -3.0, 0.0]),
-        T([False, True, False, True, True, False]),
-        T([0, 0, 0, 0, 1, 2]),
-    )
+    REWARD, ON, SEGMENT = T([1.0, 0.0, 3.0]), T([False, True, False, True, True, False]), T([0, 0, 0, 0, 1, 2])
+    SAMPLED, REF = T([0.0, -1.0, 9.0, -1.5, -1.0, 0.0]), T([0.0, -1.5, 0.0, -1.25, -3.0, 0.0])
+    ARGUMENTS = (REWARD, SAMPLED, REF, ON, SEGMENT)
 
     def test_worked_by_hand(self):
         out = sequence_kl_reward(*self.ARGUMENTS, kl_coef=0.1)
@@ -81,11 +77,10 @@ class TestSequenceKlReward:
         assert out["kl_per_token"].value == pytest.approx(2.25 / 3)
 
     def test_the_divergence_is_inside_of_the_baseline(self):
-        reward, *_, on, segment = self.ARGUMENTS
         out = sequence_kl_reward(*self.ARGUMENTS, kl_coef=0.1)["reward"]
         # 0.975 - (-0.2 + 3) / 2
-        assert rloo(out, T([0, 0, 0]), on, segment)["advantages"][1].item() == pytest.approx(-0.425)
-        assert reward.tolist() == [1.0, 0.0, 3.0]  # left alone
+        assert rloo(out, T([0, 0, 0]), self.ON, self.SEGMENT)["advantages"][1].item() == pytest.approx(-0.425)
+        assert self.REWARD.tolist() == [1.0, 0.0, 3.0]  # left alone
 
 
 STATUS = T([int(Status.OK), int(Status.TRUNCATED), int(Status.OK)], dtype=torch.uint8)

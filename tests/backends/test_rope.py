@@ -26,13 +26,8 @@ from tests.tiny import tiny_model_dir
 
 LIMIT = 24
 ROPES = {
-    "longrope": {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": [1.0, 1.0, 1.0, 1.0],
-        "long_factor": [1.0, 3.0, 9.0, 30.0],
-        "original_max_position_embeddings": LIMIT,
-    },
+    "longrope": {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": LIMIT}
+    | {"short_factor": [1.0, 1.0, 1.0, 1.0], "long_factor": [1.0, 3.0, 9.0, 30.0]},
     "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
 }
 
