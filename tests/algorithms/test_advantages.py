@@ -24,15 +24,8 @@ class TestGae:
         # prompt, then three response tokens with rewards 0, 0, 1 and values 0.5, 0.4, 0.8; gamma 0.9, lam 0.5.
         # delta_3 = 1 - 0.8 = 0.2; delta_2 = 0.9 * 0.8 - 0.4 = 0.32; delta_1 = 0.9 * 0.4 - 0.5 = -0.14
         # A_3 = 0.2; A_2 = 0.32 + 0.45 * 0.2 = 0.41; A_1 = -0.14 + 0.45 * 0.41 = 0.0445
-        out = gae(
-            column(0, 0, 0, 1),
-            column(9, 0.5, 0.4, 0.8),
-            mask("0111"),
-            T([0, 0, 0, 0]),
-            gamma=0.9,
-            lam=0.5,
-            whiten=False,
-        )
+        given = column(0, 0, 0, 1), column(9, 0.5, 0.4, 0.8), mask("0111"), T([0, 0, 0, 0])
+        out = gae(*given, gamma=0.9, lam=0.5, whiten=False)
         assert out["advantages"].tolist() == pytest.approx([0, 0.0445, 0.41, 0.2])
         assert out["returns"].tolist() == pytest.approx([0, 0.5445, 0.81, 1.0])
         assert out["returns/mean"].value == pytest.approx((0.5445 + 0.81 + 1.0) / 3)
@@ -70,14 +63,8 @@ class TestGae:
 
     def test_long_sequences_do_not_lose_precision(self):
         # gamma = lam = 1 and no values: A_t is the number of tokens left, 1 reward each.
-        out = gae(
-            torch.ones(5000),
-            torch.zeros(5000),
-            torch.ones(5000, dtype=torch.bool),
-            T([0] * 5000),
-            lam=1.0,
-            whiten=False,
-        )
+        one, zero = torch.ones(5000), torch.zeros(5000)
+        out = gae(one, zero, one.bool(), zero.long(), lam=1.0, whiten=False)
         assert torch.equal(out["advantages"], torch.arange(5000, 0, -1.0))
 
 

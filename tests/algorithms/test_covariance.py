@@ -25,14 +25,12 @@ def drawn(seed=0, sequences=24):
     lengths = torch.randint(3, 12, (sequences,), generator=generator)
     total = int(lengths.sum())
     mask = torch.rand(total, generator=generator) < 0.8
-    return Batch(
-        lengths,
-        {
-            "advantages": torch.randn(total, generator=generator) * mask,
-            "rollout_logprobs": -torch.rand(total, generator=generator) * mask,
-            "loss_mask": mask,
-        },
-        {"group": torch.arange(sequences) // 4 + 7, "index": torch.arange(sequences) % 4},
+    return Batch(lengths).with_(
+        advantages=torch.randn(total, generator=generator) * mask,
+        rollout_logprobs=-torch.rand(total, generator=generator) * mask,
+        loss_mask=mask,
+        group=torch.arange(sequences) // 4 + 7,
+        index=torch.arange(sequences) % 4,
     )
 
 
@@ -95,12 +93,6 @@ def test_another_roll_out_draws_others():
 
 
 @pytest.mark.parametrize("fn", [clip_cov, kl_cov])
-def test_nothing_to_choose_from_and_bad_settings(fn):
+def test_nothing_to_choose_from(fn):
     none = {**GIVEN, "loss_mask": torch.zeros(6, dtype=torch.bool)}
     assert {len(c) for c in fn(**none).values() if isinstance(c, torch.Tensor)} == {6}
-    with pytest.raises(
-        ValueError, match=r"covariance\.share is 2: expected a share of the trained tokens, from 0 to 1"
-    ):
-        fn(**GIVEN, share=2)
-    with pytest.raises(ValueError, match=r"covariance\.low is 5.* and covariance\.high 1"):
-        clip_cov(**GIVEN, low=5.0, high=1.0)

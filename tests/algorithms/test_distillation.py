@@ -100,16 +100,3 @@ class TestSafety:
             value = DistillationLoss(divergence=divergence)(given(leaf, teacher)).value
             value.sum().backward()
             assert value.isfinite().all() and leaf.grad.isfinite().all()
-
-    def test_bad_configuration(self):
-        with pytest.raises(ValueError, match=r"loss\.kd_coef is 1\.5"):
-            DistillationLoss(kd_coef=1.5)
-        with pytest.raises(ValueError, match="jsd_beta is 1"):
-            DistillationLoss(divergence="jsd", jsd_beta=1.0)
-
-    def test_traits_and_missing_inputs(self):
-        assert DistillationLoss.per == "token" and DistillationLoss.needs == ("candidate_logprobs",)
-        with pytest.raises(ValueError, match="column `teacher_logprobs`"):
-            DistillationLoss()(replace(given([[-1.0]], [[-1.0]]), columns={}))
-        with pytest.raises(ValueError, match="needs `candidate_logprobs`"):
-            DistillationLoss()(replace(given([[-1.0]], [[-1.0]]), candidate_logprobs=None))

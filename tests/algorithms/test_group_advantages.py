@@ -67,10 +67,7 @@ class TestPassAtK:
             assert out["advantages"][i].item() == pytest.approx(expected, abs=1e-6)
         assert out["pass@k"].value == pytest.approx(mean)
 
-    def test_bad_settings_and_small_groups(self):
-        for k in (0, 5):
-            with pytest.raises(ValueError, match=rf"advantage\.k is {k}: expected 1 to 4, the samples of the largest"):
-                pass_at_k(rewards(1, 0, 1, 0), T([0] * 4), ON, ALONE, k=k)
+    def test_small_groups_and_other_rewards(self):
         out = pass_at_k(rewards(1, 0, 0, 1), T([0, 1, 1, 1]), ON, ALONE, k=2)  # a group of one sample: no subset of two
         assert out["advantages"][0] == 0 and out["advantages"][1:].any() and out["pass@k"].value == pytest.approx(2 / 3)
         # A threshold for rewards that are not 0 and 1.
@@ -117,11 +114,6 @@ class TestGigpo:
         mask = self.MASK & (self.SEGMENT == 0)
         out = gigpo(rewards(1, 0), self.EARNED, self.STATES, T([4, 4]), mask, self.SEGMENT, scale="none")
         assert out["turns/alone"].value == 1.0 and out["advantages"][1] == 0.5
-
-    def test_bad_arguments_are_named(self):
-        with pytest.raises(ValueError, match="`turn_states` has no state of 1 of 4 turns: see Episode"):
-            states = torch.where(torch.arange(13) == 7, 0, self.STATES)
-            gigpo(rewards(1, 0), self.EARNED, states, T([4, 4]), self.MASK, self.SEGMENT)
 
     def test_no_tokens(self):
         out = gigpo(rewards(1), T([0.0]), T([0]), T([0]), T([False]), T([0]))

@@ -23,7 +23,6 @@ from coalign.algorithms.losses.policy import (
 from coalign.algorithms.objective import Objective
 from coalign.algorithms.segments import LossTotals, aggregation_weights
 from coalign.backends.base import build_objective
-from coalign.config.errors import ConfigError
 from coalign.config.functions import bind, list_arguments
 from coalign.config.schema import LossConfig
 from coalign.types import LossInput, LossOutput, merge_stats
@@ -48,13 +47,11 @@ OWN_WEIGHT = ("topr",)  # their ratio is to the sampler: `is_level` is refused
 
 
 def given(segment, sequences=None, **columns):
+    """A LossInput whose log-probs learn."""
     tensors = {name: torch.as_tensor(c, **EXACT) for name, c in columns.items()}
-    return LossInput(
-        segment=T(segment, dtype=torch.int64),
-        sequences=sequences or max(segment) + 1,
-        columns=marked(len(segment)),
-        **tensors,
-    )
+    tensors["logprobs"].requires_grad_()
+    size = {"segment": T(segment, dtype=torch.int64), "sequences": sequences or max(segment) + 1}
+    return LossInput(columns=marked(len(segment)), **size, **tensors)
 
 
 def marked(tokens):
@@ -96,12 +93,8 @@ class TestGspo:
         # Sequence 0: log-ratios 0.3, -0.1, 0.4, mean 0.2, s = e^0.2 = 1.2214 above 1.1: A = 2 gives -1.1 · 2.
         # Sequence 2: log-ratio -0.5, s = 0.6065 below 0.9: A = -1 gives 0.9. Sequence 1 is empty.
         # Sequence 3: s = e^0.2 with A = -1 is not held back: 1.2214.
-        x = given(
-            [0, 0, 0, 2, 3],
-            logprobs=[-0.7, -1.1, -0.6, -1.5, -0.8],
-            old=[-1.0] * 5,
-            advantages=[2, 2, 2, -1, -1],
-        )
+        logprobs, advantages = [-0.7, -1.1, -0.6, -1.5, -0.8], [2, 2, 2, -1, -1]
+        x = given([0, 0, 0, 2, 3], logprobs=logprobs, old=[-1.0] * 5, advantages=advantages)
         out = GSPOLoss(clip_low=0.1, clip_high=0.1)(x)
         assert out.value.tolist() == pytest.approx([-2.2, -2.2, -2.2, 0.9, math.exp(0.2)])
         assert out.stats["clip_fraction"].value == pytest.approx(4 / 5)  # of tokens, as the paper counts
@@ -121,7 +114,6 @@ class TestGspo:
     def test_token_form_gives_each_token_its_own_advantage(self):
         # s = 1 in value; the gradient of a token is minus its own advantage, of the other form minus the mean.
         x = given([0, 0], logprobs=[-1.0, -2.0], old=[-1.0, -2.0], advantages=[3.0, -1.0])
-        x.logprobs.requires_grad_()
         for form, expected in (("token", [-1.5, 0.5]), ("sequence", [-0.5, -0.5])):
             _, gradient, _ = aggregated(x, GSPOLoss(form=form), "sequence_mean_token_mean")
             assert gradient.tolist() == pytest.approx(expected)
@@ -138,14 +130,8 @@ class TestGspo:
         )
         assert GSPOLoss()(x).stats["ratio"].value == pytest.approx(math.exp(1e-4), abs=1e-6)
 
-    def test_what_it_is_not_defined_for_is_refused(self):
-        with pytest.raises(ValueError, match=r"loss\.is_level is 'token': `gspo` in the form `sequence` takes"):
-            GSPOLoss(is_level="token")
+    def test_what_it_is_defined_for(self):
         GSPOLoss(is_level="token", form="token")
-        with pytest.raises(
-            ValueError, match=r"`token_mean`, which `gspo` is not defined for; expected sequence_mean_t"
-        ):
-            Objective(GSPOLoss(), name="gspo")
         for aggregation in OVER_SEQUENCES:
             Objective(GSPOLoss(), aggregation)
 
@@ -159,7 +145,6 @@ class TestCispo:
             old=[-1 - math.log(2), -2 - math.log(0.1), -0.5 - math.log(9)],
             advantages=[1.0, 2.0, -3.0],
         )
-        x.logprobs.requires_grad_()
         out = CISPOLoss(clip_low=0.5, clip_high=4.0)(x)
         assert out.value.tolist() == pytest.approx([2.0, 2.0, -7.5])
         assert out.stats["clip_fraction"].value == pytest.approx(2 / 3)
@@ -175,19 +160,12 @@ class TestSapo:
     def test_worked_by_hand(self):
         # τ = 1 where A > 0, 2 elsewhere. ρ = 2: 4σ(1) · 3 = 8.772703; ρ = 1/2: 4/2 σ(-1) = 0.537883, times A = -1.
         x = given([0, 1], logprobs=[-1.0, -1.0], old=[-1 - math.log(2), -1 + math.log(2)], advantages=[3.0, -1.0])
-        x.logprobs.requires_grad_()
         out = SAPOLoss(tau_pos=1.0, tau_neg=2.0)(x)
         assert out.value.tolist() == pytest.approx([-8.772703, 0.537883], abs=1e-6)
         # The gradient is -ρA times 4σ(1 - σ): 0.7864477 in both, for σ(1) σ(-1) = 0.196612.
         out.value.sum().backward()
         assert x.logprobs.grad.tolist() == pytest.approx([-2 * 3 * 0.7864477, 0.5 * 0.7864477], abs=1e-6)
         assert out.stats["gate"].value == pytest.approx(0.7864477, abs=1e-6)
-
-    def test_temperatures_are_above_0(self):
-        with pytest.raises(
-            ValueError, match=r"loss\.tau_pos is 1\.0 and loss\.tau_neg is 0\.0: both temperatures must"
-        ):
-            SAPOLoss(tau_neg=0.0)
 
 
 class TestGmpo:
@@ -196,7 +174,6 @@ class TestGmpo:
         # -0.4 is held at -0.2, mean 0.05. Sequence 2, A = 0: nothing.
         old = [-1.0] * 5
         x = given([0, 0, 1, 1, 2], logprobs=[-0.7, -1.4, -0.7, -1.4, -3.0], old=old, advantages=[2, 2, -1, -1, 0])
-        x.logprobs.requires_grad_()
         out = GMPOLoss(clip_low=0.2, clip_high=0.1)(x)
         a, b = math.exp(-0.15), math.exp(0.05)
         assert out.value.tolist() == pytest.approx([-2 * a, -2 * a, b, b, 0.0])
@@ -205,28 +182,17 @@ class TestGmpo:
         out.value.sum().backward()
         assert x.logprobs.grad.tolist() == pytest.approx([0, -2 * a, b, 0, 0])
 
-    def test_what_it_is_not_defined_for_is_refused(self):
-        with pytest.raises(ValueError, match=r"loss\.is_level is 'token': in `gmpo` a response has one ratio"):
-            GMPOLoss(is_level="token")
-        with pytest.raises(ValueError, match="`token_mean`, which `gmpo` is not defined for"):
-            Objective(GMPOLoss(), name="gmpo")
-
 
 class TestKLCov:
     def test_worked_by_hand(self):
         # Ratios 2 and 1/2; only the second token is marked: 0.5 · |log ½| is added, and nothing is clipped.
         x = given([0, 0], logprobs=[-1.0, -1.0], old=[-1 - math.log(2), -1 + math.log(2)], advantages=[3.0, -1.0])
-        x.logprobs.requires_grad_()
         out = KLCovLoss(cov_coef=0.5)(x)
         assert out.value.tolist() == pytest.approx([-6.0, 0.5 + 0.5 * math.log(2)])
         out.value.sum().backward()
         assert x.logprobs.grad.tolist() == pytest.approx([-6.0, 0.5 - 0.5])
         assert out.stats["cov_fraction"].value == 0.5
         assert out.stats["cov_distance"].value == pytest.approx(math.log(2))
-
-    def test_without_marks_it_says_what_is_missing(self):
-        with pytest.raises(ValueError, match="needs the column `high_covariance`, but the batch has only"):
-            KLCovLoss()(replace(drawn([2]), columns={}))
 
 
 class TestTopr:
@@ -239,7 +205,6 @@ class TestTopr:
             rollout=[-3.0, -1.0, -1.0, -1.0, -1.0],
             advantages=[0.5, 0.5, -0.5, -0.5, -2.0],
         )
-        x.logprobs.requires_grad_()
         out = TOPRLoss()(x)
         w = math.exp(-0.3)
         assert out.value.tolist() == pytest.approx([0.5, 1.0, -0.75 * w, -0.4 * w, -1.2])
@@ -250,17 +215,10 @@ class TestTopr:
 
     def test_a_mistake_that_is_unlearned_has_no_gradient_left(self):
         x = given([0], logprobs=[-50.0], old=[-1.0], rollout=[-1.0], advantages=[-1.0])
-        x.logprobs.requires_grad_()
         TOPRLoss()(x).value.sum().backward()
         assert 0 < x.logprobs.grad.item() < 1e-8
         on_policy = replace(x, rollout=x.logprobs.detach())
         assert TOPRLoss()(on_policy).value.tolist() == ReinforceLoss()(on_policy).value.tolist() == [-50.0]
-
-    def test_bad_settings_are_named(self):
-        with pytest.raises(ValueError, match=r"loss\.ratio_limit is 0\.0: it bounds the weight of a mistake"):
-            TOPRLoss(ratio_limit=0.0)
-        with pytest.raises(ValueError, match=r"loss\.is_level is 'token': `topr` has the sampler in its own ratio"):
-            TOPRLoss(is_level="token")
 
 
 @pytest.mark.parametrize("name", FAMILY)
@@ -281,15 +239,8 @@ class TestAll:
             pytest.skip("refused")
         lengths = [4, 0, 1, 7, 2, 5]
         x = drawn(lengths)
-        loss = FAMILY[name](
-            kl_coef=0.1,
-            entropy_coef=0.01,
-            drift_limit=0.1,
-            is_level=level,
-            is_mode="mask",
-            is_low=0.7,
-            is_high=1.4,
-        )
+        weights = {"is_level": level, "is_mode": "mask", "is_low": 0.7, "is_high": 1.4}
+        loss = FAMILY[name](kl_coef=0.1, entropy_coef=0.01, drift_limit=0.1, **weights)
         value, gradient, stats = aggregated(x, loss, aggregation)
         totals = LossTotals(sum(lengths), 5, 6)
         got = torch.zeros_like(gradient)
@@ -375,19 +326,6 @@ class TestAll:
         level = "none" if name in OWN_WEIGHT else "sequence"
         assert FAMILY[name](is_level=level, kl_coef=0.1)(x).value.shape == (0,)
 
-    def test_missing_columns_are_named(self, name):
-        x = given([0], logprobs=[0.0], old=[0.0], advantages=[0.0])
-        with pytest.raises(ValueError, match=r"needs `rollout`|`topr` has the sampler in its own ratio; leave it out"):
-            FAMILY[name](is_level="sequence")(x)
-        with pytest.raises(ValueError, match=r"needs `entropy` because loss\.entropy_coef is set"):
-            FAMILY[name](entropy_coef=0.1)(replace(x, rollout=x.old))
-
-    def test_clip_ranges_lie_around_one(self, name):
-        if name not in CLIPPED:
-            return
-        with pytest.raises(ValueError, match=r"loss\.clip_low is -0\.1 .* neither may be below 0"):
-            FAMILY[name](clip_low=-0.1)
-
 
 @pytest.mark.parametrize("loss", FAMILY.values(), ids=FAMILY)
 def test_they_ask_for_what_they_read(loss):
@@ -449,12 +387,6 @@ def test_a_surrogate_of_ones_own_has_all_settings_of_the_family():
     assert bind(Plain, {"kl_coef": 1}, "loss") == {"scale": 2.0, **shared, "kl_coef": 1.0}
     assert list(list_arguments(Plain)) == ["scale", *shared]
     assert Plain(entropy_coef=0.1, kl_coef=0.2).needs == ("entropy", "ref")
-    with pytest.raises(ConfigError, match=r"loss\.is_mode: is 'trunc'; expected"):
-        bind(Plain, {"is_mode": "trunc"}, "loss")
-    with pytest.raises(ConfigError, match=r"loss\.kl_ceof: unknown argument of Plain; did you mean 'kl_coef'"):
-        bind(Plain, {"kl_ceof": 1.0}, "loss")
-    with pytest.raises(ValueError, match=r"loss\.is_low is 1\.5 and loss\.is_high is 2\.0: the weight on policy, 1"):
-        Plain(is_level="token", is_low=1.5)
     objective = build_objective(LossConfig(fn=f"{__name__}:Plain", scale=3, kl_coef=0.1))
     assert objective.loss == Plain(scale=3.0, kl_coef=0.1) and objective.needs == ("ref",)
     x = drawn((2, 1))
@@ -476,9 +408,3 @@ def test_a_function_of_ones_own_is_a_loss():
     assert (objective.per, objective.needs, objective.loss.settings) == ("token", (), {"scale": 1.0, "power": 2})
     assert objective.loss(drawn((2, 1))).value.tolist() == (drawn((2, 1)).logprobs ** 2).tolist()
     assert build_objective(LossConfig(**settings, scale=3.0)).needs == ("entropy", "entropy")
-    with pytest.raises(ConfigError, match=r"models\.value\.loss\.power: missing: squared needs it"):
-        build_objective(LossConfig(fn=settings["fn"]), "models.value.loss")
-    with pytest.raises(
-        ValueError, match=r"loss\.aggregation is `sequence_mean_token_sum`, which `.*:squared` is not defined"
-    ):
-        build_objective(LossConfig(**settings, aggregation="sequence_mean_token_sum"))

@@ -52,14 +52,3 @@ class TestProcessReward:
         out = ProcessRewardLoss()(replace(judged([[0, 0]] * 2, [0, 0]), candidate_logprobs=logprobs))
         out.value.sum().backward()
         assert out.value.tolist() == [5000.0, 0.0] and logprobs.grad.isfinite().all()
-
-    def test_bad_input(self):
-        with pytest.raises(ValueError, match=r"compares 2 candidates.* has 3"):
-            ProcessRewardLoss()(judged([[-1.0, -1.0, -1.0]], [1]))
-        with pytest.raises(ValueError, match="column `label` holds -1"):
-            ProcessRewardLoss()(judged([[-1.0, -1.0]], [-1]))
-        with pytest.raises(ValueError, match="column `label`"):
-            ProcessRewardLoss()(replace(self.X, columns={}))
-
-    def test_traits(self):
-        assert ProcessRewardLoss.per == "token" and ProcessRewardLoss.needs == ("candidate_logprobs",)

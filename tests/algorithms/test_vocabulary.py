@@ -74,10 +74,3 @@ def test_two_ranks_compute_what_one_does(tmp_path):
         for rank, found in enumerate(ranks):
             torch.testing.assert_close(found["weight"], expected["weight"][ROWS[rank]], atol=1e-5, rtol=1e-5)
     assert all(each[0]["unknown"].isnan().all() for each in told)
-
-
-@pytest.mark.parametrize("candidate", [VOCABULARY])
-def test_a_candidate_outside_of_all_shards_is_refused(candidate):
-    shard = VocabularyShard(None, CUT, VOCABULARY)
-    with pytest.raises(ValueError, match="vocabulary of 21"):
-        candidate_logprobs(made()["hidden"], made()["weight"][CUT:], torch.full((TOKENS, 1), candidate), shard=shard)

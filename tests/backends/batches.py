@@ -1,10 +1,30 @@
-"""Small batches as a rollout would make them."""
+"""Small batches: prompts, and what a rollout would make of some."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from coalign.data.batch import Batch
+
+
+def prompts(*lengths: int) -> Batch:
+    """Prompts of the given lengths, a group each."""
+    tokens = torch.arange(40, 40 + sum(lengths), dtype=torch.int32)
+    return Batch(torch.tensor(lengths), {"tokens": tokens}).with_(
+        group=torch.arange(len(lengths)), rows=[{} for _ in lengths]
+    )
+
+
+def answered(prompts: list[list[int]], answers: list[list[int]], **columns: Any) -> Batch:
+    """Prompts and answers as token ids, of which the answers are trained on; ``columns`` are of sequences."""
+    pairs = list(zip(prompts, answers, strict=True))
+    lengths = torch.tensor([len(prompt) + len(answer) for prompt, answer in pairs])
+    tokens = torch.tensor([token for pair in pairs for ids in pair for token in ids], dtype=torch.int32)
+    mask = [trained for prompt, answer in pairs for trained in [False] * len(prompt) + [True] * len(answer)]
+    own = {"prompt_length": torch.tensor([len(prompt) for prompt, _ in pairs], dtype=torch.int32)}
+    return Batch(lengths, {"tokens": tokens, "loss_mask": torch.tensor(mask)}, own | columns)
 
 
 def rollout(

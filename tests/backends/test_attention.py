@@ -13,6 +13,7 @@ from coalign.backends.packing import Block, RowPlan, pack
 from coalign.data.batch import Batch
 from tests.backends.batches import rollout
 from tests.backends.flash import flash_as_documented
+from tests.conformance.backends import relative
 from tests.tiny import tiny_model_dir
 
 WINDOW = 6  # shorter than the prompts, so that windows cut into the shared part
@@ -41,10 +42,6 @@ FAMILIES = {
 def model_dir(request, tmp_path_factory):
     family = request.param.split("-")[0]
     return tiny_model_dir(tmp_path_factory.mktemp(request.param), family=family, **FAMILIES[request.param])
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float(((a - b).norm() / b.norm()).detach())
 
 
 @pytest.mark.parametrize("share", [True, False])

@@ -11,10 +11,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from coalign.config.schema import ModelConfig
-from coalign.data.batch import Batch
 from coalign.roles import Context
 from coalign_vllm.stored_names import StoredNames
-from tests.backends.batches import rollout
+from tests.backends.batches import prompts, rollout
 from tests.backends.test_fsdp import module
 from tests.backends.test_routers import FAMILIES, paths  # noqa: F401  (a fixture)
 from tests.conformance.backends import MEGATRON
@@ -65,11 +64,9 @@ def test_vllm_computes_with_new_experts(tmp_path, family):
     trainer, settings = module(path), {"load": path, "vllm": SMALL, "sampling": {"max_new_tokens": 8}}
     policy = VLLMModule(ModelConfig(module="vllm", **settings), Context(model="policy"))
     policy.setup()
-    tokens, group = torch.arange(12, dtype=torch.int32) + 40, torch.tensor([0, 1])
-    prompts = Batch(torch.tensor([5, 7]), {"tokens": tokens}, {"group": group})
 
     def distance() -> float:
-        out = policy.generate(prompts, samples=2)
+        out = policy.generate(prompts(5, 7), samples=2)
         return float((trainer.forward_step(out)["ref_logprobs"] - out["rollout_logprobs"]).abs().max())
 
     assert distance() < 1e-4

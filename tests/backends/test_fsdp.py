@@ -15,6 +15,8 @@ from coalign.data.batch import Batch
 from coalign.roles import Context
 from coalign.types import LossInput, LossOutput, Stat
 from tests.backends.batches import rollout
+from tests.conformance.backends import same
+from tests.conformance.engines import expected_logprobs
 from tests.tiny import tiny_model_dir
 
 
@@ -33,10 +35,6 @@ def weights(module: FSDPModule) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in module.export_weights()}
 
 
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 class Watched(FSDPModule):
     """Keeps the gradient and counts what it ran."""
 
@@ -48,6 +46,7 @@ class Watched(FSDPModule):
 
     def run(self, micros, loss=None, *, needs=()):
         self.forwards += loss is None
+        self.row_counts = sum(len(micro) for micro in micros)
         self.entropy = "entropy" in needs
         return super().run(micros, loss, needs=needs)
 
@@ -127,9 +126,11 @@ def test_a_loss_per_sequence_is_averaged_over_all_sequences(path):
         ({"frozen": True}, {}, r"models\.trainer\.frozen"),
         ({"max_tokens_per_micro": 4}, {}, "max_tokens_per_micro=4"),
         ({"head": "value"}, {}, r"score\.weight.*head_init: zero"),
+        ({"router_z_loss_coef": 0.1}, {}, r"router_z_loss_coef is 0\.1: Qwen2ForCausalLM declares no"),
+        ({"fp8": True, "compute_dtype": "bfloat16"}, {}, r"models\.trainer\.fp8 needs a GPU .* computes on cpu"),
         ({}, {"without": "advantages"}, "advantages"),
     ],
-    ids=["length", "names", "argument", "no loss", "frozen", "budget", "no head", "no advantages"],
+    ids=["length", "names", "argument", "no loss", "frozen", "budget", "no head", "routers", "fp8", "no advantages"],
 )
 def test_what_cannot_be_trained_is_refused(path, config, batch, message):
     with pytest.raises(ValueError, match=message):
@@ -248,14 +249,9 @@ def test_deterministic_runs_refuse_operations_that_are_not(path):
 def test_logprobs_are_those_at_the_sampling_temperature(path):
     batch = rollout()
     got = module(path, sampling={"temperature": 0.7}, frozen=True).forward_step(batch, into="mine")["mine"]
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    for row, i in zip(batch.rows(), range(len(batch)), strict=True):
-        tokens = row["tokens"].long()
-        logits = model(input_ids=tokens[None]).logits[0, :-1] / 0.7
-        expected = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0] * row["loss_mask"][1:]
-        ours = got[batch.offsets[i] : batch.offsets[i + 1]]
-        assert ours[0] == 0.0
-        torch.testing.assert_close(ours[1:], expected.detach(), rtol=1e-5, atol=1e-5)
+    expected = expected_logprobs(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), batch, 0.7)
+    torch.testing.assert_close(got[batch["loss_mask"]], expected, rtol=1e-5, atol=1e-5)
+    assert not got[~batch["loss_mask"]].any()
 
 
 def test_a_family_with_logits_of_its_own_is_refused(path, monkeypatch):
@@ -274,15 +270,11 @@ def test_a_family_with_logits_of_its_own_is_refused(path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("family", "config"),
-    [
-        ("gemma2", {"final_logit_softcapping": 0.05}),
-        ("cohere", {"logit_scale": 9.0}),
-        ("granite", {"logits_scaling": 0.1}),
-    ],
+    ("family", "key", "value"),
+    [("gemma2", "final_logit_softcapping", 0.05), ("cohere", "logit_scale", 9.0), ("granite", "logits_scaling", 0.1)],
 )
-def test_families_that_scale_or_cap_their_logits(tmp_path, family, config):
-    module(str(tiny_model_dir(tmp_path, family=family, **config)))
+def test_families_that_scale_or_cap_their_logits(tmp_path, family, key, value):
+    module(str(tiny_model_dir(tmp_path, family=family, **{key: value})))
 
 
 # ---- weights
@@ -307,24 +299,16 @@ def test_random_weights_come_from_the_seed(path):
     assert same(first, second) and not same(first, third)
 
 
-def test_save_hf_loads_with_transformers(path, tmp_path):
-    trainer = module(path)
-    trainer.train_step(rollout())
-    trainer.save_hf(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    assert same(dict(loaded.named_parameters()), weights(trainer))
-    assert AutoTokenizer.from_pretrained(tmp_path).chat_template
-    assert same(weights(module(str(tmp_path))), weights(trainer))
-
-
-@pytest.mark.parametrize("family", ["gemma2", "qwen3_moe"])
-def test_save_hf_of_other_families(tmp_path, family):
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "qwen3_moe"])
+def test_save_hf_loads_with_transformers(tmp_path, family):
     more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16} if "moe" in family else {}
     trainer = module(str(tiny_model_dir(tmp_path / "from", family=family, **more)))
     trainer.train_step(rollout())
     trainer.save_hf(tmp_path / "to")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "to", dtype=torch.float32)
     assert same(dict(loaded.named_parameters()), weights(trainer))
+    assert AutoTokenizer.from_pretrained(tmp_path / "to").chat_template
+    assert same(weights(module(str(tmp_path / "to"))), weights(trainer))
 
 
 def test_a_resumed_run_ends_with_the_same_weights(tmp_path):

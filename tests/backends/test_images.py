@@ -13,16 +13,16 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from coalign.backends.base import build_objective
 from coalign.backends.engines.sampling import sample
-from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.vision import find_owner, list_placeholder_ids, name_components
 from coalign.config.functions import resolve_class
-from coalign.config.schema import DataConfig, ImagesConfig, LossConfig, ModelConfig, SamplingConfig
+from coalign.config.schema import DataConfig, ImagesConfig, ModelConfig, SamplingConfig
 from coalign.data.batch import Batch
 from coalign.data.images.processor import ImageProcessor
 from coalign.data.loader import build_loader
 from coalign.roles import Context
+from tests.backends import architectures
+from tests.backends.architectures import Gradients
 from tests.vision import FAMILIES, VOCABULARY, picture, vision_model_dir
 
 QUICK = ("qwen2_5_vl", "gemma3")
@@ -41,18 +41,8 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-class Gradients(FSDPModule):
-    def optimizer_step(self) -> float:
-        self.gradients = {name: p.grad.clone() for name, p in self.model.model.named_parameters() if p.grad is not None}
-        return super().optimizer_step()
-
-
 def build_trainer(path: Path, *, context: Mapping[str, Any] | None = None, **config: Any) -> Gradients:
-    own = {"load": str(path), "vision": {}, "optimizer": {"lr": 0.0}, "max_tokens_per_micro": 400} | config
-    loss = build_objective(LossConfig(fn="tests.backends.test_fsdp:sequence_loss"))
-    trainer = Gradients(ModelConfig(**own), Context(model="trainer", steps=1, loss=loss, **context or {}))
-    trainer.setup()
-    return trainer
+    return architectures.build_trainer(path, context, **{"vision": {}, "max_tokens_per_micro": 400} | config)
 
 
 def load_prompts(path: Path, model: Path) -> Batch:

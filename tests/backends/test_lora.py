@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from coalign.backends import lora, pretrained
 from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.config.schema import ModelConfig
-from coalign.data.batch import Batch
 from coalign.roles import Context
-from tests.backends.batches import rollout
+from tests.backends.batches import prompts, rollout
 from tests.backends.test_fsdp import Watched, module, same, weights
+from tests.conformance.engines import expected_logprobs
 from tests.tiny import tiny_model_dir
 
 KINDS = [{"rank": 4}, {"rank": 4, "rslora": True}, {"rank": 4, "dora": True}]
@@ -60,10 +60,7 @@ def test_patterns_are_of_full_names(path, caplog):
     ("target", "message"),
     [
         ("*.q_prj", r"models\.trainer\.lora\.target: '\*\.q_prj' matches none .*model\.layers\.0\.self_attn\.q_proj"),
-        (
-            "q_prj",
-            r"'q_prj' matches none of the linear layers of Qwen2ForCausalLM \(model\.layers\.0\.self",
-        ),
+        ("q_prj", r"'q_prj' matches none of the linear layers of Qwen2ForCausalLM \(model\.layers\.0\.self"),
         ("zzz", r"'zzz' matches none .*down_proj, .*v_proj, …"),
         ("*", r"matches the head 'lm_head', which takes no adapter"),
         ("lm_head", r"matches the head 'lm_head'"),
@@ -90,12 +87,7 @@ def test_the_same_as_pefts_own_model(path, tmp_path, kind):
     trainer.save_adapter(tmp_path)
     theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), tmp_path)
     ours, batch = scores(trainer), rollout()
-    for i, row in enumerate(batch.rows()):
-        tokens = row["tokens"].long()
-        with torch.no_grad():
-            logprobs = theirs(input_ids=tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
-        got = ours[batch.offsets[i] : batch.offsets[i + 1]][1:]
-        torch.testing.assert_close(got, logprobs * row["loss_mask"][1:], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours[batch["loss_mask"]], expected_logprobs(theirs, batch, 1.0), rtol=1e-5, atol=1e-5)
     assert (ours - scores(trainer, base=True)).abs().max() > 0.01
 
 
@@ -241,8 +233,7 @@ def test_a_policy_on_its_own_samples_with_the_adapter(path, tmp_path):
     config = {"load": path, "lora": KINDS[0] | {"load": str(tmp_path)}, "sampling": {"max_new_tokens": 6}}
     policy = NativeModule(ModelConfig(module="native", **config), Context(model="policy", samples_per_prompt=2))
     policy.setup()
-    prompts = Batch(torch.tensor([3, 4]), {"tokens": torch.arange(7).int()}, {"group": torch.arange(2)})
-    sampled = policy.generate(prompts)
+    sampled = policy.generate(prompts(3, 4))
     own = trainer.forward_step(sampled)["ref_logprobs"]
     torch.testing.assert_close(own, sampled["rollout_logprobs"], rtol=0, atol=1e-5)
     assert (own - trainer.forward_step(sampled, base=True)["ref_logprobs"]).abs().max() > 0.01
@@ -282,13 +273,7 @@ def peft_adapter(path, to, **settings):
         config = peft.LoraConfig(**{"r": 4, "lora_alpha": 8, "init_lora_weights": False} | settings)
         model = peft.get_peft_model(plain, config)
     model.save_pretrained(to)
-    logprobs = []
-    for row in rollout().rows():
-        with torch.no_grad():
-            logits = model(input_ids=row["tokens"].long()[None]).logits[0, :-1]
-        chosen = logits.log_softmax(-1).gather(1, row["tokens"][1:, None].long())[:, 0]
-        logprobs.append(torch.cat([torch.zeros(1), chosen * row["loss_mask"][1:]]))
-    return torch.cat(logprobs)
+    return expected_logprobs(model, rollout(), 1.0)
 
 
 PATTERNS = [
@@ -307,7 +292,7 @@ def test_layers_have_the_ranks_and_scales_of_pefts_adapter(path, tmp_path, setti
     kind = {"rank": 4, "alpha": 8, "rslora": "use_rslora" in settings, "dora": "use_dora" in settings, "target": target}
     expected = peft_adapter(path, tmp_path, target_modules=["q_proj", "k_proj"], **settings)
     loaded = module(path, lora=kind | {"load": str(tmp_path)})
-    torch.testing.assert_close(scores(loaded), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(scores(loaded)[rollout()["loss_mask"]], expected, rtol=1e-5, atol=1e-5)
     again = tmp_path / "again"
     loaded.save_adapter(again)
     other = module(path, lora=kind | {"load": str(again)})
@@ -328,11 +313,7 @@ def test_layers_have_the_ranks_and_scales_of_pefts_adapter(path, tmp_path, setti
         ({"trainable_token_indices": [3]}, {}, r"has trainable_token_indices: \[3\]"),
         ({"init_lora_weights": "pissa"}, {}, "has init_lora_weights: 'pissa'"),
         ({"alora_invocation_tokens": [3], "task_type": "CAUSAL_LM"}, {}, "has alora_invocation_tokens"),
-        (
-            {},
-            {"use_novelty": True, "size": 3, "old": None},
-            r"has use_novelty: True, which peft \S+ does not know",
-        ),
+        ({}, {"use_novelty": True, "size": 3, "old": None}, r"has use_novelty: True, which peft \S+ does not know"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

@@ -11,11 +11,10 @@ from coalign.backends import pretrained
 from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig
-from coalign.data.batch import Batch
 from coalign.roles import Context
 from coalign_deepspeed.module import DeepSpeedModule
 from coalign_serve.weights.adapter import merge_adapter
-from tests.backends.batches import rollout
+from tests.backends.batches import prompts, rollout
 from tests.backends.test_fsdp import module
 from tests.backends.test_lora import scores
 from tests.backends.test_routers import paths  # noqa: F401  (a fixture)
@@ -65,9 +64,7 @@ def test_the_engine_takes_what_changes(paths):  # noqa: F811
     assert {name.rpartition(".")[2] for name in changing} >= {"gate_up_proj", "down_proj"}
     assert len(changing) < len(dict(trainer.export_weights()))
     policy.load_weights(changing.items(), version=1)
-    tokens, group = torch.arange(4, dtype=torch.int32) + 40, torch.tensor([0])
-    prompts = Batch(torch.tensor([4]), {"tokens": tokens}, {"group": group})
-    out = policy.generate(prompts, samples=2)
+    out = policy.generate(prompts(4), samples=2)
     own = trainer.forward_step(out, into="old_logprobs")["old_logprobs"]
     torch.testing.assert_close(own, out["rollout_logprobs"], rtol=0, atol=2e-5)
 

@@ -1,4 +1,5 @@
-"""Models that leave the device between any two calls compute what they would have computed anyway."""
+"""Models that leave the device between any two calls compute what they would have computed anyway. Two of these tests
+also run on the simulated device (tests/standin) and on CUDA (tests/gpu)."""
 
 import gc
 
@@ -11,20 +12,22 @@ from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.scorers.cached import CachedModule
 from coalign.config.schema import ModelConfig, SamplingConfig
-from coalign.data.batch import Batch
 from coalign.memory import PARTS, Arena, OutOfDeviceMemory
 from coalign.roles import Context
-from tests.backends.batches import rollout
+from tests.backends.batches import prompts, rollout
 from tests.backends.test_fsdp import same, weights
 
 BATCHES = [rollout((5, 9), 2, seed=seed) for seed in range(3)]
-PROMPTS = Batch(torch.tensor([3, 5])).with_(
-    tokens=torch.arange(8, dtype=torch.int32), group=torch.arange(2), rows=[{}, {}]
-)
+PROMPTS = prompts(3, 5)
 
 
-def build(cls, path, name="trainer", **config):
-    context = Context(model=name, loss=Objective(PolicyGradient()), samples_per_prompt=2)
+@pytest.fixture
+def device() -> str:
+    return "cpu"
+
+
+def build(cls, path, name="trainer", *, device="cpu", **config):
+    context = Context(model=name, device=device, loss=Objective(PolicyGradient()), samples_per_prompt=2)
     module = cls(ModelConfig(load=path, **config), context)
     module.setup()
     module.measure_memory()
@@ -41,8 +44,8 @@ def build(cls, path, name="trainer", **config):
     ],
     ids=lambda config: next(iter(config), "adamw"),
 )
-def test_training_with_moves_in_between_is_training(path, tmp_path, config):
-    config = {"optimizer": {"lr": 1e-2}} | config
+def test_training_with_moves_in_between_is_training(path, tmp_path, device, config):
+    config = {"optimizer": {"lr": 1e-2}, "device": device} | config
     stays, moves = build(FSDPModule, path, **config), build(FSDPModule, path, **config)
     for batch in BATCHES:
         moves.move("host", PARTS)
@@ -83,9 +86,10 @@ def test_a_gradient_without_room_is_refused_before_it_is_computed(path):
     assert same(before, weights(trainer))
 
 
-def test_a_policy_that_adopted_the_weights_stores_nothing_and_follows_them(path):
-    arena = Arena("cpu")
-    trainer, policy = build(FSDPModule, path, optimizer={"lr": 1e-2}), build(NativeModule, path, "policy")
+def test_a_policy_that_adopted_the_weights_stores_nothing_and_follows_them(path, device):
+    arena = Arena(device)
+    trainer = build(FSDPModule, path, device=device, optimizer={"lr": 1e-2})
+    policy = build(NativeModule, path, "policy", device=device)
     trainer.arena = policy.arena = arena
     trainer.measure_memory()
     alone = arena.used
@@ -101,6 +105,7 @@ def test_a_policy_that_adopted_the_weights_stores_nothing_and_follows_them(path)
     policy.move("device", ["weights"])
     again = policy.generate(PROMPTS, max_new_tokens=4)
     assert torch.equal(sampled["tokens"], again["tokens"])
+    assert torch.equal(sampled["rollout_logprobs"], again["rollout_logprobs"])
     trainer.train_step(BATCHES[0])
     assert not torch.equal(policy.generate(PROMPTS, max_new_tokens=4)["rollout_logprobs"], again["rollout_logprobs"])
 

@@ -10,11 +10,11 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 from coalign.backends.scorers.retokenize import RetokenizeModule
 from coalign.cluster.worker import find_module_class
 from coalign.config.schema import ModelConfig
-from coalign.data.batch import Batch
 from coalign.data.sources import BadRow
 from coalign.engine.vocabulary import is_tokenized_alike
 from coalign.roles import Context
 from coalign.types import Status, Total
+from tests.backends.batches import answered
 from tests.tiny import tiny_reward_model_dir, tiny_tokenizer
 
 TEMPLATE = (
@@ -69,21 +69,13 @@ def sampled(*conversations, status=None):
     before = [tokenizer.apply_chat_template(m, add_generation_prompt=True)["input_ids"] for m, _ in conversations]
     after = [tokenizer(said + "<|im_end|>")["input_ids"] for _, said in conversations]
     n = len(conversations)
-    return Batch(
-        torch.tensor([len(b) + len(a) for b, a in zip(before, after, strict=True)]),
-        {
-            "tokens": torch.tensor([t for pair in zip(before, after, strict=True) for ids in pair for t in ids]).int(),
-            "loss_mask": torch.tensor(
-                [m for b, a in zip(before, after, strict=True) for m in [False] * len(b) + [True] * len(a)]
-            ),
-        },
-        {
-            "group": torch.arange(n) // 2,
-            "index": torch.arange(n).int() % 2,
-            "prompt_length": torch.tensor([len(b) for b in before]).int(),
-            "status": torch.tensor(status or [0] * n, dtype=torch.uint8),
-            "rows": [{"messages": asked} for asked, _ in conversations],
-        },
+    return answered(
+        before,
+        after,
+        group=torch.arange(n) // 2,
+        index=torch.arange(n).int() % 2,
+        status=torch.tensor(status or [0] * n, dtype=torch.uint8),
+        rows=[{"messages": asked} for asked, _ in conversations],
     )
 
 

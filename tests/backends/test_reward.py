@@ -12,6 +12,7 @@ from coalign.engine.reward import _RewardTerm, combine_rewards
 from coalign.rewards.calls import RewardFunction
 from coalign.roles import Context
 from coalign.types import Stat, Status, Total
+from tests.backends.batches import answered
 from tests.tiny import tiny_tokenizer
 
 HERE = "tests.backends.functions:"
@@ -41,24 +42,14 @@ def build(tokenizer_dir):
 
 def batch(*responses, prompt="<|im_start|>user\n2+2?<|im_end|>\n", n=2, errors=(), **row):
     """Groups of ``n`` responses to one prompt; each response ends with the end-of-turn token."""
-    tokenizer = tiny_tokenizer()
-    before = tokenizer(prompt)["input_ids"]
-    after = [tokenizer(response + "<|im_end|>")["input_ids"] for response in responses]
-    tokens = [before + ids for ids in after]
-    mask = [[False] * len(before) + [True] * len(ids) for ids in after]
-    return Batch(
-        torch.tensor([len(ids) for ids in tokens]),
-        {
-            "tokens": torch.tensor([i for ids in tokens for i in ids], dtype=torch.int32),
-            "loss_mask": torch.tensor([m for part in mask for m in part]),
-        },
-        {
-            "group": torch.arange(len(responses)) // n,
-            "index": (torch.arange(len(responses)) % n).int(),
-            "prompt_length": torch.full((len(responses),), len(before), dtype=torch.int32),
-            "status": torch.tensor([2 if i in errors else 0 for i in range(len(responses))], dtype=torch.uint8),
-            "rows": [{"answer": "4"} | row] * len(responses),
-        },
+    tokenizer, count = tiny_tokenizer(), len(responses)
+    return answered(
+        [tokenizer(prompt)["input_ids"]] * count,
+        [tokenizer(response + "<|im_end|>")["input_ids"] for response in responses],
+        group=torch.arange(count) // n,
+        index=(torch.arange(count) % n).int(),
+        status=torch.tensor([2 if i in errors else 0 for i in range(count)], dtype=torch.uint8),
+        rows=[{"answer": "4"} | row] * count,
     )
 
 

@@ -20,18 +20,14 @@ from coalign.launch.plan import prepare
 from coalign_vllm.module import VLLMModule
 from tests.backends.native import helpers
 from tests.backends.test_fsdp import module
+from tests.conformance.engines import expected_logprobs
 from tests.launch.test_validate import configured
 from tests.tiny import tiny_model_dir
 
 LIMIT = 24
 ROPES = {
-    "longrope": {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": [1.0, 1.0, 1.0, 1.0],
-        "long_factor": [1.0, 3.0, 9.0, 30.0],
-        "original_max_position_embeddings": LIMIT,
-    },
+    "longrope": {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": LIMIT}
+    | {"short_factor": [1.0, 1.0, 1.0, 1.0], "long_factor": [1.0, 3.0, 9.0, 30.0]},
     "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
 }
 
@@ -47,18 +43,8 @@ def path(request, tmp_path_factory):
 def rows(*lengths):
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, 256, (sum(lengths),), generator=generator, dtype=torch.int32)
-    return Batch(torch.tensor(lengths), {"tokens": tokens}, {"group": torch.arange(len(lengths))})
-
-
-def alone(path, batch):
-    """Log-probs of each sequence by itself, from transformers."""
-    model = AutoModelForCausalLM.from_pretrained(path).eval()
-    found = []
-    for tokens in batch["tokens"].long().split(batch.lengths.tolist()):
-        with torch.no_grad():
-            logprobs = model(tokens[None], use_cache=False).logits[0, :-1].log_softmax(-1)
-        found.append(logprobs.gather(1, tokens[1:, None])[:, 0])
-    return torch.cat(found)
+    batch = Batch(torch.tensor(lengths), {"tokens": tokens}, {"group": torch.arange(len(lengths))})
+    return batch.with_(loss_mask=torch.ones(len(tokens), dtype=torch.bool).index_fill(0, batch.offsets[:-1], False))
 
 
 def test_a_trainer_computes_up_to_the_limit_and_refuses_more(path):
@@ -67,9 +53,8 @@ def test_a_trainer_computes_up_to_the_limit_and_refuses_more(path):
     assert limit == LIMIT == read_context_length(read_config(ModelConfig(load=path)))
     batch = rows(5, LIMIT, 9)
     found = trainer.forward_step(batch, into="logprobs")["logprobs"]
-    first = batch.offsets[:-1]
-    mask = torch.ones(len(found), dtype=torch.bool).index_fill(0, first, False)
-    torch.testing.assert_close(found[mask], alone(path, batch), atol=1e-4, rtol=0)
+    expected = expected_logprobs(AutoModelForCausalLM.from_pretrained(path).eval(), batch, 1.0)
+    torch.testing.assert_close(found[batch["loss_mask"]], expected, atol=1e-4, rtol=0)
     with pytest.raises(ValueError, match=rf"`{kind}` change above {LIMIT} tokens .* one of {LIMIT + 1}"):
         trainer.forward_step(rows(5, LIMIT + 1))
 

@@ -96,8 +96,5 @@ def test_routers_are_found_by_what_transformers_declares(paths, family):
     assert "router/aux_loss" in stats and 1 <= stats["router/max_load"].value <= 8
 
 
-def test_a_model_without_experts_has_no_such_loss(tmp_path):
-    path = str(tiny_model_dir(tmp_path))
-    with pytest.raises(ValueError, match=r"router_z_loss_coef is 0\.1: Qwen2ForCausalLM declares no"):
-        module(path, router_z_loss_coef=0.1)
+def test_a_model_without_experts_has_no_such_statistics(path):
     assert not names(module(path).train_step(rollout((5, 9), 2)))

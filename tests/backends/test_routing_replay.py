@@ -16,6 +16,7 @@ from coalign.data.batch import Batch
 from coalign.launch.check import check
 from coalign.report.display import Display
 from coalign.roles import Context
+from tests.backends import batches
 from tests.backends.batches import rollout
 from tests.backends.test_routers import FAMILIES, paths  # noqa: F401  (a fixture)
 from tests.runs import metrics, run, settings
@@ -39,8 +40,7 @@ def policy(path: str, *, kind: type = NativeModule, samples: int = 2, **config) 
 
 
 def prompts() -> Batch:
-    lengths = torch.tensor([5, 3, 9])
-    return Batch(lengths, {"tokens": torch.arange(17, dtype=torch.int32) + 40}, {"group": torch.tensor([11, 12, 13])})
+    return batches.prompts(5, 3, 9)
 
 
 def logprobs(module: FSDPModule, batch: Batch) -> torch.Tensor:

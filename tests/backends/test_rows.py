@@ -1,5 +1,5 @@
-"""Rows that are not packed: architectures whose layers mix tokens by other means than attention, or have an attention
-of their own, compared with plain Hugging Face on each sequence alone."""
+"""Rows that are not packed: which heads have them, who refuses them, a run. That log-probs and gradients are those of
+each sequence alone is in test_architectures.py."""
 
 from __future__ import annotations
 
@@ -7,69 +7,16 @@ import logging
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from coalign import load_config
-from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.hf.heads import LanguageModel
-from coalign.config.schema import ModelConfig
 from coalign.launch.check import check
 from coalign.report.display import Display
+from tests.backends.architectures import make
 from tests.backends.batches import rollout
 from tests.backends.test_fsdp import module
-from tests.backends.test_transformers_engine import ARCHITECTURES, make
 from tests.runs import metrics, run, settings
 from tests.tiny import tiny_model_dir
-
-PACKED = {"llama", "qwen2", "gpt2", "opt", "gemma3_text"}
-QUICK = ("gptj", "mamba", "qwen3_next")
-NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0}
-SHAPES = {family: shape | (NO_DROPOUT if family == "opt" else {}) for family, shape, _ in ARCHITECTURES}
-LOSS = {"fn": "tests.backends.test_fsdp:sequence_loss"}
-
-
-class Gradients(FSDPModule):
-    """Keeps the gradients of the last step."""
-
-    def optimizer_step(self) -> float:
-        self.gradients = {name: p.grad.clone() for name, p in self.model.model.named_parameters() if p.grad is not None}
-        return super().optimizer_step()
-
-
-def compare(path, batch, **config):
-    """Check log-probs and the gradient of a trainer against plain Hugging Face; returns the trainer."""
-    trainer = module(str(path), kind=Gradients, loss=LOSS, optimizer={"lr": 0.0}, **config)
-    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
-    plain.config.rescale_every = 0
-    for part in (*trainer.model.modules(), *plain.modules()):
-        if isinstance(part, torch.nn.Dropout):
-            part.p = 0.0
-    loss, expected = 0.0, []
-    for row in batch.rows():
-        tokens, mask = row["tokens"].long(), row["loss_mask"][1:]
-        logits = plain(input_ids=tokens[None], use_cache=False).logits[0, :-1]
-        own = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0] * mask
-        loss = loss - own.sum() / len(batch)
-        expected.append(torch.cat([torch.zeros(1), own.detach()]))
-    loss.backward()
-    found = trainer.forward_step(batch)["ref_logprobs"]
-    torch.testing.assert_close(found, torch.cat(expected), rtol=0, atol=3e-5)
-    trainer.train_step(batch)
-    own = {name: p.grad for name, p in plain.named_parameters()}
-    both = [(trainer.gradients[name], own[name]) for name in own if name in trainer.gradients]
-    found, expected = (torch.cat([tensor.flatten() for tensor in side]) for side in zip(*both, strict=True))
-    assert float((found - expected).norm()) < 1e-4 * float(expected.norm())
-    return trainer
-
-
-@pytest.mark.parametrize(
-    "family", [pytest.param(family, marks=() if family in QUICK else pytest.mark.backends) for family in SHAPES]
-)
-def test_log_probs_and_gradients_are_those_of_each_sequence_alone(tmp_path, family):
-    path, batch = make(tmp_path, family, **SHAPES[family]), rollout((5, 9), 3)
-    trainer = compare(path, batch, max_tokens_per_micro=60)
-    assert trainer.model.rows == ("packed" if family in PACKED else "padded")
-    assert compare(path, batch, max_tokens_per_micro=60, rows="single").model.rows == "single"
 
 
 @pytest.mark.parametrize("head", ["value", "reward"])
@@ -88,7 +35,7 @@ def test_numbers_of_other_heads_do_not_depend_on_rows(tmp_path, head):
 
 def test_what_a_model_only_declares_is_replaced(tmp_path, monkeypatch, caplog):
     """Rows that fail the comparison at the start are computed another way, unless the file forces them."""
-    path = make(tmp_path, "gptj", **SHAPES["gptj"])
+    path = make(tmp_path, "gptj")
     computed = LanguageModel._compute_unpacked
 
     def fail(self, layout):
@@ -102,21 +49,8 @@ def test_what_a_model_only_declares_is_replaced(tmp_path, monkeypatch, caplog):
         module(str(path), rows="padded")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"tensor_parallel": 2, "num_process": 2}, "tensor_parallel is 2, and models.trainer computes `rows: padded`"),
-        ({"rows": "single", "num_process": 2}, "has 2 processes, and models.trainer computes `rows: single`"),
-    ],
-)
-def test_check_refuses_what_needs_packed_rows(tmp_path, changes, message):
-    path = make(tmp_path, "gptj", **SHAPES["gptj"])
-    with pytest.raises(ValueError, match=message):
-        FSDPModule.check_architecture(ModelConfig(load=str(path), **changes), "trainer")
-
-
 def test_a_run_of_a_model_without_attention(tmp_path, capsys):
-    path = make(tmp_path / "mamba", "mamba", **SHAPES["mamba"])
+    path = make(tmp_path / "mamba", "mamba")
     config = settings(tmp_path, "grpo", steps=2, eval_at_start=False)
     for name in ("policy", "trainer"):
         config["models"].setdefault(name, {})["load"] = str(path)

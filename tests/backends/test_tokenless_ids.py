@@ -20,6 +20,7 @@ from coalign.data.batch import Batch
 from coalign.roles import Context
 from coalign_serve.chat import ChatSettings, Conversation
 from coalign_vllm.module import VLLMModule
+from tests.backends.batches import prompts
 from tests.runs import run
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 
@@ -45,8 +46,7 @@ def make(kind, path, **config):
 
 
 def sample(module, **options):
-    prompts = Batch(torch.tensor([3, 4]), {"tokens": torch.arange(7).int()}, {"group": torch.arange(2)})
-    return module.generate(prompts, max_new_tokens=16, **options)
+    return module.generate(prompts(3, 4), max_new_tokens=16, **options)
 
 
 def is_said(batch):

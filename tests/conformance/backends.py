@@ -174,3 +174,17 @@ def _worker(rank: int, port: int, function: Any, scratch: Path, arguments: tuple
 def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
     """Whether they have the same names and bits."""
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def joined(tensors: dict[str, torch.Tensor], like: dict[str, torch.Tensor]) -> torch.Tensor:
+    """All in one row, in the order of ``like``."""
+    assert tensors.keys() == like.keys()
+    return torch.cat([tensors[name].flatten() for name in like])
+
+
+def relative(a: Any, b: Any) -> float:
+    """The distance of two tensors, or of all tensors of two dictionaries, relative to the second."""
+    if isinstance(b, dict):
+        a, b = joined(a, b), joined(b, b)
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).norm() / b.norm())

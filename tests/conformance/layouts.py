@@ -21,25 +21,12 @@ from tests.conformance import reference
 from tests.conformance.backends import Backend, build, exported, on_ranks
 from tests.tiny import tiny_model_dir
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MODELS: dict[str, dict[str, Any]] = {
     "tied": {"family": "qwen2", "tied": True},
     "untied": {"family": "llama", "tied": False},
-    "moe": {
-        "family": "qwen3_moe",
-        "tied": False,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "norm_topk_prob": True,
-    },
-    "shared": {
-        "family": "qwen2_moe",
-        "tied": False,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 32,
-    },
+    "moe": {"family": "qwen3_moe", "tied": False, "norm_topk_prob": True} | EXPERTS,
+    "shared": {"family": "qwen2_moe", "tied": False, "shared_expert_intermediate_size": 32} | EXPERTS,
     "deep": {"family": "qwen3", "tied": True, "layers": 4, "kv_heads": 1},
 }
 
@@ -62,6 +49,14 @@ class Layout:
         short |= {"pipeline_parallel": "pp", "virtual_pipeline": "vpp", "expert_tensor_parallel": "etp"}
         flat = {**self.config, **self.config.get("megatron", {})}
         return "-".join([self.model, *(f"{short.get(k, k)}{v}" for k, v in flat.items() if k != "megatron")])
+
+
+TP, CP, EP = {"tensor_parallel": 2}, {"context_parallel": 2}, {"expert_parallel": 2}
+
+
+def list_layouts(module: str = "fsdp", /, **models: list[dict[str, Any]]) -> list[Layout]:
+    """A layout for each way to cut each model."""
+    return [Layout(model, config, module) for model, configs in models.items() for config in configs]
 
 
 @dataclass

@@ -248,6 +248,8 @@ def test_pause_holds_between_two_tokens_and_new_weights_come_in(policy, director
     policy.load_weights(other_weights(directory).named_parameters(), version=1)
     assert not done and len(heard) == held
     policy.resume()
+    with pytest.raises(RuntimeError, match="without pause"):
+        policy.resume()
     worker.join(120)
     [out] = done
     for versions in responses(out, "versions"):

@@ -6,44 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.conformance.layouts import Layout, Result, batch, expected, models, train
+from tests.conformance.backends import joined, relative, same  # noqa: F401  (of layouts of other backends, too)
+from tests.conformance.layouts import CP, EP, TP, Layout, Result, batch, expected, list_layouts, models, train
 
-TWO = [
-    Layout("tied", {"tensor_parallel": 2}),
-    Layout("untied", {"context_parallel": 2}),
-    Layout("moe", {"expert_parallel": 2}),
-]
-TWO_SLOW = [
-    Layout("untied", {"tensor_parallel": 2}),
-    Layout("tied", {"context_parallel": 2}),
-    Layout("tied", {"dp_replicate": 2}),
-    Layout("untied", {"context_parallel": 2, "compile": True}),
-    Layout("moe", {}),
-    Layout("moe", {"tensor_parallel": 2, "expert_parallel": 2}),
-    Layout("moe", {"tensor_parallel": 2}),
-    Layout("moe", {"context_parallel": 2, "expert_parallel": 2}),
-    Layout("shared", {"tensor_parallel": 2}),
-    Layout("shared", {"expert_parallel": 2}),
-]
-FOUR_SLOW = [
-    Layout("tied", {"dp_replicate": 2}),
-    Layout("tied", {"tensor_parallel": 2}),
-    Layout("untied", {"tensor_parallel": 2}),
-    Layout("untied", {"dp_replicate": 2, "tensor_parallel": 2}),
-    Layout("tied", {"context_parallel": 2}),
-    Layout("tied", {"context_parallel": 4}),
-    Layout("untied", {"dp_replicate": 2, "context_parallel": 2}),
-    Layout("tied", {"tensor_parallel": 2, "context_parallel": 2}),
-    Layout("moe", {"expert_parallel": 2}),
-    Layout("moe", {"expert_parallel": 4}),
-    Layout("moe", {"dp_replicate": 2, "expert_parallel": 2}),
-    Layout("moe", {"tensor_parallel": 2, "expert_parallel": 2}),
-    Layout("moe", {"tensor_parallel": 2, "expert_parallel": 4}),
-    Layout("moe", {"tensor_parallel": 2, "context_parallel": 2, "expert_parallel": 2}),
-    Layout("shared", {"tensor_parallel": 2, "expert_parallel": 2}),
-]
+COPIES = {"dp_replicate": 2}
+TWO = list_layouts(tied=[TP], untied=[CP], moe=[EP])
+TWO_SLOW = list_layouts(
+    tied=[CP, COPIES],
+    untied=[TP, CP | {"compile": True}],
+    moe=[{}, TP | EP, TP, CP | EP],
+    shared=[TP, EP],
+)
+FOUR_SLOW = list_layouts(
+    tied=[COPIES, TP, CP, {"context_parallel": 4}, TP | CP],
+    untied=[TP, COPIES | TP, COPIES | CP],
+    moe=[EP, {"expert_parallel": 4}, COPIES | EP, TP | EP, TP | {"expert_parallel": 4}, TP | CP | EP],
+    shared=[TP | EP],
+)
 
 
 def starts(two: list[Layout], more: list[Layout], four: list[Layout]) -> list[Any]:
@@ -73,25 +53,14 @@ def check_each(ranks: int, layouts: list[Layout], folder: Path, subtests: pytest
 
 
 def check(layout: Layout, got: Result, want: Result) -> None:
-    assert got.before.keys() == want.before.keys()
-    assert all(torch.equal(got.before[name], tensor) for name, tensor in want.before.items())
+    assert same(got.before, want.before)
     assert relative(got.logprobs, want.logprobs) < 1e-6
     assert float((got.logprobs - want.logprobs).abs().max()) < 1e-5
     if layout.shows_gradients:
-        assert relative(joined(got.gradients, want.gradients), joined(want.gradients, want.gradients)) < 1e-5
+        assert relative(got.gradients, want.gradients) < 1e-5
     assert got.losses == pytest.approx(want.losses, rel=1e-4, abs=1e-5)
     assert got.norms == pytest.approx(want.norms, rel=2e-5)
     # AdamW's first steps are of the size of lr, whatever the gradient: where that is near 0, rounding decides the sign.
     moves = ({name: tensor - want.before[name] for name, tensor in each.after.items()} for each in (got, want))
-    first, second = moves
-    assert relative(joined(first, second), joined(second, second)) < 1e-4
-    assert relative(joined(got.after, want.after), joined(want.after, want.after)) < 1e-4
-
-
-def joined(tensors: dict[str, torch.Tensor], like: dict[str, torch.Tensor]) -> torch.Tensor:
-    assert tensors.keys() == like.keys()
-    return torch.cat([tensors[name].flatten() for name in like])
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / b.norm())
+    assert relative(*moves) < 1e-4
+    assert relative(got.after, want.after) < 1e-4

@@ -34,17 +34,15 @@ def directory(tmp_path_factory):
     return path
 
 
-def module(directory, fn: str, *, samples=2, tokens=60, timeout=60.0, native=None, **arguments) -> NativeModule:
+def module(
+    directory, fn: str, *, samples=2, tokens=60, timeout=60.0, native=None, reasoning=None, **arguments
+) -> NativeModule:
     config = {"module": "native", "load": str(directory), "sampling": {"max_new_tokens": tokens}}
     name = fn if ":" in fn or fn in ("tool_use", "self_play") else f"{HERE}:{fn}"
+    environment = find_environment(RolloutConfig(**({"fn": name, "timeout": timeout} | arguments)))
+    shared = {"tokenizer": str(directory), "environment": environment, "reasoning": reasoning}
     made = NativeModule(
-        ModelConfig(**config, native=native or {}),
-        Context(
-            samples_per_prompt=samples,
-            seed=3,
-            tokenizer=str(directory),
-            environment=find_environment(RolloutConfig(**({"fn": name, "timeout": timeout} | arguments))),
-        ),
+        ModelConfig(**config, native=native or {}), Context(samples_per_prompt=samples, seed=3, **shared)
     )
     made.setup()
     return made
@@ -176,9 +174,7 @@ def test_failures_are_counted_and_shown_once(directory, caplog):
         assert out["status"].tolist() == [1, 2] * 3
         assert stats["episode/failed/LookupError"] == Total(3.0)
         assert stats["episode/points"].value == 1.0 and stats["episode/turns"].value == 1.0
-        assert "in 3 of 6 calls; first on group 0: LookupError: 'no such thing'" in caplog.text.replace('"', "'") or (
-            "in 3 of 6 calls; first on group 0: LookupError: no such thing" in caplog.text
-        )
+        assert "in 3 of 6 calls; first on group 0: LookupError: no such thing" in caplog.text.replace("'", "")
         assert ("Traceback" in caplog.text) == (time_ == 0)
 
 

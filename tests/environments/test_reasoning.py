@@ -5,16 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coalign.backends.engines.native.native_engine import NativeModule
-from coalign.config.schema import ModelConfig, RolloutConfig
 from coalign.data.batch import Batch
 from coalign.data.templates import load_template
-from coalign.environments.conversation import find_environment
 from coalign.environments.rendering import RenderingError
-from coalign.roles import Context
 from tests.data.families import FAMILIES, RESULT
 from tests.environments import helpers
 from tests.environments.helpers import TOKENIZER, encode, episode
+from tests.environments.test_native import module
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 
 SAID = ("<think>\nfirst\n</think>\n\n5", "<think>\nsecond\n</think>\n\nYes", "<think>\nthird\n</think>\n\nNo")
@@ -92,22 +89,9 @@ def test_the_engine_reads_the_rewritten_prompt(tmp_path):
     )
     made = []
     for sequences in (8, 1):
-        module = NativeModule(
-            ModelConfig(
-                module="native",
-                load=str(directory),
-                sampling={"max_new_tokens": 40},
-                native={"max_sequences": sequences},
-            ),
-            Context(
-                samples_per_prompt=3,
-                tokenizer=str(directory),
-                reasoning="last",
-                environment=find_environment(RolloutConfig(fn="tests.environments.test_reasoning:short_turns")),
-            ),
-        )
-        module.setup()
-        out, stats = module.generate(batch)
+        fn, settings = "tests.environments.test_reasoning:short_turns", {"max_sequences": sequences}
+        policy = module(directory, fn, samples=3, tokens=40, native=settings, reasoning="last")
+        out, stats = policy.generate(batch)
         assert stats["episode/rewritten"].value == 1.0
         made.append(out)
     for name in ("tokens", "loss_mask", "rollout_logprobs", "prompt_length"):

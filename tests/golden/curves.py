@@ -57,6 +57,19 @@ FAMILY = (
     *("dr_grpo", "dapo", "gspo", "cispo", "sapo", "gmpo", "clip_cov", "kl_cov", "gpg", "topr"),
     *("rloo", "reinforce_pp", "reinforce_pp_baseline", "remax"),
 )
+SECTIONS: dict[str, dict[str, Any]] = {  # what else their files have
+    "grpo_kl": {"loss": {"fn": "policy_gradient", "kl_coef": 0.05, "aggregation": "sequence_mean_token_mean"}},
+    "grpo_images": {"loss": {"fn": "policy_gradient", "kl_coef": 0.05}},
+    "gspo_token": {"loss": {"fn": "gspo", "form": "token", "clip_low": 0.005, "clip_high": 0.01}},
+    "gmpo": {"loss": {"fn": "gmpo", "clip_low": 0.01, "clip_high": 0.01}},
+    "cispo": {"loss": {"fn": "cispo", "clip_high": 0.02}},
+    "clip_cov": {"covariance": {"fn": "clip_cov", "share": 0.05, "low": 0.2}},
+    "kl_cov": {"covariance": {"fn": "kl_cov", "share": 0.1}},
+    "gigpo": {"rollout": {"fn": "tests.golden.curves:two_tries"}, "reward": {"fn": "episode"}},
+    "ppo_tricks": {"kl": {"fn": "AdaptiveKL", "coef": 0.05, "target": 0.1, "horizon": 100}}
+    | {"loss": {"fn": "policy_gradient", "dual_clip": 3.0, "is_level": "token"}},
+    "on_policy_distillation_gkd": {"loss": {"fn": "distillation", "divergence": "jsd"}},
+}
 ENDS = [chr(code) for code in range(ord("a"), ord("z") + 1)]  # so that responses differ in length
 
 
@@ -77,46 +90,25 @@ def configuration(name: str, directory: Path) -> dict[str, Any]:
     config["data"].pop("eval")
     if variant == "lora":
         config["models"]["trainer"]["lora"] = {"rank": 4, "target": ["*.q_proj", "*.v_proj"]}
-    if variant == "kl":
-        config["loss"] = {"fn": "policy_gradient", "kl_coef": 0.05, "aggregation": "sequence_mean_token_mean"}
-        config["models"]["trainer"]["updates_per_batch"] = 2
     if variant == "images":
         let_see(config, directory)
         config["models"]["trainer"]["optimizer"] |= {"eps": 1e-3}
-        if algorithm == "grpo":
-            config["loss"] = {"fn": "policy_gradient", "kl_coef": 0.05}
     if algorithm in FAMILY:
         config["models"]["policy"]["sampling"] |= {"stop": ENDS}
+    if algorithm in (*FAMILY, "gigpo") or variant == "kl":
         config["models"]["trainer"]["updates_per_batch"] = 2
     if algorithm in ("rloo", "remax"):
         # The reward has the KL in it, which is rounding alone before the first update. In a group whose rewards are
         # all equal that is the whole gradient, and Adam would make full steps of it, others on every processor.
         config["models"]["trainer"]["optimizer"] |= {"eps": 1e-5}
-    if algorithm == "gmpo":
-        config["loss"] = {"fn": "gmpo", "clip_low": 0.01, "clip_high": 0.01}
-    if algorithm == "clip_cov":
-        config["covariance"] = {"fn": "clip_cov", "share": 0.05, "low": 0.2}
-    if algorithm == "kl_cov":
-        config["covariance"] = {"fn": "kl_cov", "share": 0.1}
-    if algorithm == "gigpo":
-        config["rollout"] = {"fn": "tests.golden.curves:two_tries"}
-        config["reward"] = {"fn": "episode"}
-        config["models"]["trainer"]["updates_per_batch"] = 2
-    if algorithm == "cispo":
-        config["loss"] = {"fn": "cispo", "clip_high": 0.02}
-    if variant == "token":
-        config["loss"] = {"fn": "gspo", "form": "token", "clip_low": 0.005, "clip_high": 0.01}
+    config |= SECTIONS.get(name, {})
     if variant == "tricks":
         config["reward"] |= {"normalise": "running", "clip": 1.0}
-        config["kl"] = {"fn": "AdaptiveKL", "coef": 0.05, "target": 0.1, "horizon": 100}
-        config["loss"] = {"fn": "policy_gradient", "dual_clip": 3.0, "is_level": "token"}
         config["models"]["trainer"] |= {"learns_after": 2, "updates_per_batch": 2}
         config["models"]["value"] = {"optimizer": {"lr": 1e-2}}
     if algorithm == "on_policy_distillation":
         teacher = other_model(directory / "sure", seed=5, initializer_range=0.3)
         config["models"]["teacher"]["load"] = str(teacher)
-    if variant == "gkd":
-        config["loss"] = {"fn": "distillation", "divergence": "jsd"}
     if algorithm == "rlaif":
         judge = other_model(directory / "judge", seed=3, initializer_range=0.3)
         config["reward"] = {"model": "judge"}

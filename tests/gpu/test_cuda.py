@@ -10,9 +10,8 @@ from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.packing import Block, RowPlan
 from coalign.config.schema import ModelConfig, SamplingConfig
-from coalign.data.batch import Batch
 from coalign.roles import Context
-from tests.backends.batches import rollout
+from tests.backends.batches import prompts, rollout
 from tests.conformance import reference
 from tests.tiny import tiny_model_dir
 
@@ -70,10 +69,7 @@ def test_the_sampler_and_the_trainer_agree(path, compute, tolerance):
     sampling = SamplingConfig(max_new_tokens=16)
     policy = build(NativeModule, path, module="native", sampling=sampling, compute_dtype=compute)
     policy.load_weights(trainer.export_weights(), version=0, adopt=True)
-    prompts = Batch(torch.tensor([3, 5])).with_(
-        tokens=torch.arange(8, dtype=torch.int32), group=torch.arange(2), rows=[{}, {}]
-    )
-    out = policy.generate(prompts)
+    out = policy.generate(prompts(3, 5))
     mask = out["loss_mask"]
     again = trainer.forward_step(out)["ref_logprobs"]
     assert float((again - out["rollout_logprobs"])[mask].abs().mean()) < tolerance
@@ -82,14 +78,11 @@ def test_the_sampler_and_the_trainer_agree(path, compute, tolerance):
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"top_p": 0.9}, {"repetition_penalty": 1.2}])
 def test_graphs_choose_the_tokens_of_single_kernels(path, sampling):
     trainer, found = build(FSDPModule, path), []
-    prompts = Batch(torch.tensor([3, 5, 9])).with_(
-        tokens=torch.arange(17, dtype=torch.int32), group=torch.arange(3), rows=[{}, {}, {}]
-    )
     for graphs in (True, False):
         given = {"native": {"graphs": graphs}, "sampling": SamplingConfig(max_new_tokens=40, **sampling)}
         policy = build(NativeModule, path, module="native", **given)
         policy.load_weights(trainer.export_weights(), version=0)
-        found.append(policy.generate(prompts))
+        found.append(policy.generate(prompts(3, 5, 9)))
     assert torch.equal(found[0]["tokens"], found[1]["tokens"])
     torch.testing.assert_close(found[0]["rollout_logprobs"], found[1]["rollout_logprobs"], rtol=1e-4, atol=1e-4)
 

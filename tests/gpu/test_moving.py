@@ -5,14 +5,11 @@ import threading
 import pytest
 import torch
 
-from coalign.algorithms.losses.policy import PolicyGradient
-from coalign.algorithms.objective import Objective
-from coalign.backends.engines.native.native_engine import NativeModule
-from coalign.backends.hf.fsdp import FSDPModule
-from coalign.config.schema import ModelConfig
-from coalign.memory import PARTS, Arena
-from coalign.roles import Context
-from tests.backends.batches import rollout
+from coalign.memory import Arena
+from tests.backends.test_moving import (  # noqa: F401
+    test_a_policy_that_adopted_the_weights_stores_nothing_and_follows_them,
+    test_training_with_moves_in_between_is_training,
+)
 from tests.tiny import tiny_model_dir
 
 pytestmark = [
@@ -24,16 +21,13 @@ MIB = 2**20
 
 
 @pytest.fixture
+def device():
+    return DEVICE
+
+
+@pytest.fixture
 def path(tmp_path):
     return str(tiny_model_dir(tmp_path / "model"))
-
-
-def build(cls, path, name, **config):
-    context = Context(model=name, device=DEVICE, loss=Objective(PolicyGradient()), samples_per_prompt=2)
-    module = cls(ModelConfig(load=path, **config), context)
-    module.setup()
-    module.measure_memory()
-    return module
 
 
 def test_the_device_gets_its_memory_back_and_the_bits_return():
@@ -49,29 +43,6 @@ def test_the_device_gets_its_memory_back_and_the_bits_return():
         arena.reload("model", ["weights"])
         assert torch.cuda.memory_allocated(DEVICE) == allocated
         assert all(torch.equal(tensor.cpu(), copy) for tensor, copy in zip(tensors, copies, strict=True))
-
-
-def test_training_with_moves_in_between_is_training(path):
-    stays, moves = (build(FSDPModule, path, "trainer", optimizer={"lr": 1e-2}) for _ in range(2))
-    for seed in range(3):
-        moves.move("host", PARTS)
-        moves.move("device", PARTS)
-        assert moves.train_step(rollout(seed=seed)) == stays.train_step(rollout(seed=seed))
-        moves.measure_memory()
-    pairs = zip(stays.export_weights(), moves.export_weights(), strict=True)
-    assert all(torch.equal(a, b) for (_, a), (_, b) in pairs)
-
-
-def test_a_policy_that_adopted_the_weights_stores_nothing(path):
-    trainer, policy = build(FSDPModule, path, "trainer"), build(NativeModule, path, "policy", module="native")
-    trainer.arena = policy.arena = Arena(DEVICE)
-    trainer.measure_memory()
-    policy.load_weights(trainer.export_weights(), version=0, adopt=True)
-    assert policy.measure_memory() == {"weights": 0}
-    trainer.move("host", PARTS)
-    assert policy.measure_memory()["weights"] == trainer.arena.used
-    policy.move("host", PARTS)
-    assert trainer.arena.used == 0
 
 
 def test_coming_back_does_not_wait_for_what_another_thread_computes():

@@ -7,16 +7,13 @@ import pytest
 import torch
 
 from coalign import memory
-from coalign.algorithms.losses.policy import PolicyGradient
-from coalign.algorithms.objective import Objective
-from coalign.backends.engines.native.native_engine import NativeModule
-from coalign.backends.hf.fsdp import FSDPModule
-from coalign.config.schema import ModelConfig
-from coalign.data.batch import Batch
-from coalign.memory import PARTS, Arena
-from coalign.roles import Context
-from tests.backends.batches import rollout
-from tests.standin import device
+from coalign.devices import use_device
+from coalign.memory import Arena
+from tests.backends.test_moving import (  # noqa: F401
+    test_a_policy_that_adopted_the_weights_stores_nothing_and_follows_them,
+    test_training_with_moves_in_between_is_training,
+)
+from tests.standin import device as simulated
 from tests.standin.device import counting
 from tests.tiny import tiny_model_dir
 
@@ -24,22 +21,18 @@ pytestmark = pytest.mark.device
 quick, races = pytest.mark.quick, pytest.mark.races
 CARD = "standin:1"
 MIB = 2**20
-PROMPTS = Batch(torch.tensor([3, 5])).with_(
-    tokens=torch.arange(8, dtype=torch.int32), group=torch.arange(2), rows=[{}, {}]
-)
+
+
+@pytest.fixture
+def device():
+    """The card of a worker's model, which is the current one."""
+    with use_device(CARD):
+        yield CARD
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     return str(tiny_model_dir(tmp_path_factory.mktemp("memory") / "model"))
-
-
-def build(cls, path, name="trainer", **config):
-    context = Context(model=name, device=CARD, loss=Objective(PolicyGradient()), samples_per_prompt=2)
-    module = cls(ModelConfig(load=path, **config), context)
-    module.setup()
-    module.measure_memory()
-    return module
 
 
 @quick
@@ -94,40 +87,9 @@ def test_copies_that_nobody_waits_for_would_be_found(monkeypatch):
     arena.settle("model", "weights", [x])
     arena.offload("model", ["weights"])
     assert arena._storages[x.untyped_storage()._cdata].host.view(torch.float32).isnan().all()
-    assert "copy to the host reads" in device.read_races()[0]
+    assert "copy to the host reads" in simulated.read_races()[0]
     arena.reload("model", ["weights"])
     assert x.cpu().isnan().all()
-
-
-@pytest.mark.parametrize("config", [{}, {"ema": {"decay": 0.9}}, {"lora": {"rank": 2}}], ids=["plain", "ema", "lora"])
-def test_training_with_moves_in_between_is_training(path, config):
-    stays, moves = (build(FSDPModule, path, optimizer={"lr": 1e-2}, **config) for _ in range(2))
-    for seed in range(3):
-        moves.move("host", PARTS)
-        assert moves.arena.used == 0
-        moves.move("device", PARTS)
-        assert moves.train_step(rollout(seed=seed)) == stays.train_step(rollout(seed=seed))
-        moves.measure_memory()
-    pairs = zip(stays.export_weights(), moves.export_weights(), strict=True)
-    assert all(torch.equal(a, b) for (_, a), (_, b) in pairs)
-
-
-def test_a_policy_that_adopted_the_weights_sleeps_and_wakes(path):
-    trainer, policy = build(FSDPModule, path, optimizer={"lr": 1e-2}), build(NativeModule, path, "policy")
-    trainer.arena = policy.arena = Arena(CARD)
-    trainer.measure_memory()
-    policy.load_weights(trainer.export_weights(), version=0, adopt=True)
-    assert policy.measure_memory() == {"weights": 0}
-    first = policy.generate(PROMPTS, max_new_tokens=4)
-    trainer.move("host", PARTS)
-    assert torch.equal(policy.generate(PROMPTS, max_new_tokens=4)["tokens"], first["tokens"])
-    policy.move("host", PARTS)
-    assert trainer.arena.used == 0
-    trainer.move("device", PARTS)
-    policy.move("device", PARTS)
-    again = policy.generate(PROMPTS, max_new_tokens=4)
-    assert torch.equal(first["tokens"], again["tokens"])
-    assert torch.equal(first["rollout_logprobs"], again["rollout_logprobs"])
 
 
 @quick

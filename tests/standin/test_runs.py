@@ -40,24 +40,14 @@ OFFLINE = [
     *("sft", "dpo", "pretrain", "reward_model", "kto"),
     *("orpo", "simpo", "process_reward", "distill", "conditional_sft"),
 ]
-
-
-@pytest.mark.parametrize("algorithm", OFFLINE)
-def test_offline_recipes(tmp_path, algorithm):
-    config = runs.settings(tmp_path, algorithm, steps=3)
-    if algorithm == "pretrain":
-        config["runtime"]["tokens_per_step"] = 200
-    cards = on_cards(config, "cards")
-    assert runs.run(config) == runs.run(cards) == 0
-    compare(cards, config)
-
-
 ONLINE = ["grpo", "ppo", "rloo", "remax", "gspo", "dapo", "cispo", "reinforce_pp", "online_dpo"]
 
 
-@pytest.mark.parametrize("algorithm", ONLINE)
-def test_online_recipes_on_cards_of_their_own(tmp_path, algorithm):
+@pytest.mark.parametrize("algorithm", OFFLINE + ONLINE)
+def test_recipes_on_cards_of_their_own(tmp_path, algorithm):
     config = runs.settings(tmp_path, algorithm, steps=3)
+    if algorithm == "pretrain":
+        config["runtime"]["tokens_per_step"] = 200
     cards = on_cards(config, "cards")
     assert runs.run(config) == runs.run(cards) == 0
     compare(cards, config)

@@ -16,7 +16,8 @@ from coalign.devices import use_device
 from coalign.memory import move_module
 from coalign.roles import Context
 from tests.backends.batches import rollout
-from tests.conformance.backends import BACKENDS, train
+from tests.conformance.backends import BACKENDS, relative, train
+from tests.conformance.layouts import EXPERTS
 from tests.conformance.test_training import case, check
 from tests.standin.device import memory_limit
 from tests.tiny import tiny_model_dir
@@ -63,30 +64,19 @@ def learn(module, batch, steps=2):
     return before, gradients, weights, stats
 
 
-def distance(own, other):
-    """Between two tensors, or all tensors of two dictionaries, relative to the second."""
-    if isinstance(own, dict):
-        assert own.keys() == other.keys()
-        own, other = (torch.cat([each[name].flatten() for name in own]) for each in (own, other))
-    return float((own - other).norm() / other.norm().clamp(min=1e-30))
-
-
 def compare(path, batch, tolerance=1e-6, **config):
     own, other = (learn(build(path, device, **config), batch) for device in (CARD, "cpu"))
-    assert distance(own[0], other[0]) < tolerance
-    assert distance(own[1], other[1]) < tolerance
-    assert distance(own[2], other[2]) < tolerance
+    assert torch.equal(own[0], other[0]) or relative(own[0], other[0]) < tolerance  # values begin at 0
+    assert relative(own[1], other[1]) < tolerance
+    assert relative(own[2], other[2]) < tolerance
     for mine, theirs in zip(own[3], other[3], strict=True):
         assert mine["loss/grad_norm"].value == pytest.approx(theirs["loss/grad_norm"].value, rel=tolerance)
         assert mine["loss/value"].value == pytest.approx(theirs["loss/value"].value, rel=tolerance, abs=tolerance)
 
 
-CONFIGS = {
+CONFIGS = {  # micro-batches, unshared prompts, recomputation and half precision: the conformance suite, below
     "adamw": {},
-    "micro-batches": {"max_tokens_per_micro": 40},
-    "unshared prompts": {"share_prefix": False},
     "several updates": {"updates_per_batch": 2, "epochs_per_batch": 2},
-    "recomputation": {"activation_checkpointing": "full"},
     "selective recomputation": {"activation_checkpointing": "selective"},
     "adapters": {"lora": {"rank": 4}},
     "adapters with dropout": {"lora": {"rank": 4, "dropout": 0.2}},
@@ -108,13 +98,8 @@ def test_training_is_that_of_the_cpu(folder, name):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "qwen3_moe"])
 def test_other_families(folder, family):
-    more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16} if family == "qwen3_moe" else {}
+    more = EXPERTS if family == "qwen3_moe" else {}
     compare(tiny_model_dir(folder / family, family=family, **more), rollout((5, 9), 2))
-
-
-def test_half_precision_is_about_that_of_the_cpu(folder):
-    config = {"compute_dtype": "bfloat16"}
-    compare(tiny_model_dir(folder / "qwen2"), rollout((5, 9, 12), 3), 3e-2, **config)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -207,7 +192,7 @@ def test_a_checkpoint_is_continued_bit_for_bit_on_any_device(folder, tmp_path, c
         each.train_step(batch)
     if there == "cpu":
         pairs = zip(*map(weights_of, (module, other)), strict=True)
-        assert max(distance(a.cpu(), b.cpu()) for a, b in pairs) < 1e-5
+        assert max(relative(a.cpu(), b.cpu()) for a, b in pairs) < 1e-5
     else:
         assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*map(weights_of, (module, other)), strict=True))
     exported = build(tmp_path / "hf", there, frozen=True)

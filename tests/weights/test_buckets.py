@@ -8,12 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from coalign.weights.sync.checksums import (
-    STEP,
-    _sum_device_words,
-    checksum,
-    tensor_bytes,
-)
+from coalign.weights.sync.checksums import STEP, _sum_device_words, checksum, tensor_bytes
 from coalign.weights.sync.segment import pack
 from coalign.weights.sync.stored import _PackedTensor
 from coalign.weights.sync.transport import WeightError

@@ -24,17 +24,9 @@ def replace(sampling: SamplingConfig, **changes: Any) -> SamplingConfig:
 
 
 def qwen2(**changes) -> Qwen2Config:
-    shape = dict(
-        vocab_size=VOCABULARY,
-        hidden_size=48,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-    )
-    return Qwen2Config(**{**shape, **changes})
+    shape = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 6}
+    shape |= {"vocab_size": VOCABULARY, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    return Qwen2Config(**{**shape, "tie_word_embeddings": True, **changes})
 
 
 def reference(config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -49,9 +41,8 @@ def reference(config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = torc
 
 def engine(model: PreTrainedModel, **changes) -> NativeEngine:
     """An engine that has adopted the parameters of ``model`` as version 0."""
-    settings = dict(
-        seed=7, max_sequences=64, kv_tokens=None, prefill_tokens=256, end_tokens=[], decoder=lambda stops: str
-    )
+    settings = {"seed": 7, "max_sequences": 64, "kv_tokens": None, "prefill_tokens": 256, "end_tokens": []}
+    settings |= {"decoder": lambda stops: str}
     made = NativeEngine(NativeModel(model.config, dtype=model.dtype, device="cpu"), **{**settings, **changes})
     made.load_weights(model.state_dict().items(), version=0, adopt=True)
     return made
@@ -97,3 +88,9 @@ def submit(session: GenerationSession, request: Request, answers: dict[tuple[int
 
 def flat(responses: list[list[Response]]) -> list[Response]:
     return [r for some in responses for r in some]
+
+
+def check_same(found: list[Response], expected: list[Response]) -> None:
+    """Check that responses have the same tokens, and log-probs bit for bit."""
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.tokens, other.tokens) and torch.equal(one.logprobs, other.logprobs)

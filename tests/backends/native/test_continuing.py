@@ -69,13 +69,9 @@ def test_limits_of_a_request_and_what_they_mean():
     limits = ({}, {"limit": 5}, {"limit": 20}, {"pause": 5}, {"pause": 12})
     requests = [Request(prompt, 0, **each) for each in limits]  # of one group: the same random numbers
     found = helpers.flat(generate_responses(helpers.engine(MODEL), requests, helpers.SAMPLING))
-    assert [(len(response.tokens), response.status) for response in found] == [
-        (12, Status.TRUNCATED),
-        (5, Status.TRUNCATED),
-        (20, Status.TRUNCATED),
-        (5, Status.PARTIAL),
-        (12, Status.TRUNCATED),
-    ]
+    assert [len(response.tokens) for response in found] == [12, 5, 20, 5, 12]
+    assert [response.status == Status.PARTIAL for response in found] == [False, False, False, True, False]
+    assert {response.status for response in found} == {Status.TRUNCATED, Status.PARTIAL}
     assert found[2].tokens[:5].tolist() == found[3].tokens.tolist()
 
 
@@ -147,25 +143,7 @@ def test_requests_may_arrive_while_others_run(settings, penalty, after):
     asked = helpers.requests(9, samples=2)  # of 3 to 40 tokens: the cache has to grow in both directions
     expected = generate_responses(helpers.engine(MODEL), asked, sampling)
     answers, run = run_with_arrivals(asked, after, sampling, **settings)
-    for request, responses in zip(asked, expected, strict=True):
-        for index, response in enumerate(responses):
-            assert torch.equal(answers[request.group, index].tokens, response.tokens)
-            assert torch.equal(answers[request.group, index].logprobs, response.logprobs)
+    helpers.check_same([answers[key] for key in sorted(answers)], helpers.flat(expected))
     held = run.slots.count * run.slots.longest
     assert held <= settings.get("kv_tokens", held)
     assert run.slots.count <= settings.get("max_sequences", 64)
-
-
-def test_what_is_cut_comes_back_as_it_is():
-    engine, answers = helpers.engine(MODEL), {}
-    first, second = helpers.requests(2, samples=2)
-    with engine.open(helpers.SAMPLING) as run:
-        kept, cut = (helpers.submit(run, request, answers) for request in (first, second))
-        helpers.step(engine, run, 1)
-        run.cut(cut)
-        helpers.step(engine, run)
-    assert not kept.cut
-    assert [len(answers[0, i].tokens) for i in (0, 1)] == [12, 12]
-    assert [len(answers[1, i].tokens) for i in (0, 1)] == [2, 2]
-    assert answers[1, 0].status == Status.PARTIAL
-    assert len(answers) == 4

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
+from coalign.backends.engines.contract import GenerationSession
 from coalign.backends.engines.native.native_model import NativeModel
 from coalign.backends.engines.request import Request
 from coalign.backends.engines.session_driver import generate_responses
@@ -69,45 +68,6 @@ def test_weights_that_are_not_numbers_are_an_error():
         generate_responses(helpers.engine(broken), helpers.requests(2), helpers.SAMPLING)
 
 
-def test_pause_from_another_thread_holds_generation_between_tokens():
-    engine = helpers.engine(MODEL)
-    reached, counts = threading.Event(), []
-
-    def note(finished, total, tokens):
-        counts.append(tokens)
-        reached.set()
-
-    done = []
-    sampling = helpers.replace(helpers.SAMPLING, max_new_tokens=150)
-    asked = helpers.requests(2)
-    worker = threading.Thread(target=lambda: done.append(generate_responses(engine, asked, sampling, note)))
-    worker.start()
-    assert reached.wait(20)
-    engine.pause()
-    [session] = engine.sessions
-    held = session.tokens_chosen
-    engine.load_weights(MODEL.state_dict().items(), version=4, adopt=True)
-    worker.join(0.2)
-    assert worker.is_alive() and session.tokens_chosen == held
-    engine.resume()
-    with pytest.raises(RuntimeError, match="without pause"):
-        engine.resume()
-    worker.join(60)
-    undisturbed = helpers.flat(generate_responses(helpers.engine(MODEL), asked, sampling))
-    for response, expected in zip(helpers.flat(done[0]), undisturbed, strict=True):
-        assert response.tokens.tolist() == expected.tokens.tolist()
-        versions = response.versions.tolist()
-        assert versions == [0] * (held // 2) + [4] * (150 - held // 2)
-
-
-def test_after_a_failed_call_the_engine_still_works():
-    engine = helpers.engine(MODEL)
-    with pytest.raises(ZeroDivisionError):
-        generate_responses(engine, helpers.requests(2), helpers.SAMPLING, lambda *_: 1 // 0)
-    assert len(generate_responses(engine, helpers.requests(2), helpers.SAMPLING)) == 2
-    assert all(linear.product is None for linear in engine.model.linears)
-
-
 def test_a_repetition_penalty_discourages_prompt_and_response():
     strong = helpers.replace(helpers.SAMPLING, temperature=0.0, repetition_penalty=1e6)
     asked = helpers.requests(4)
@@ -115,3 +75,26 @@ def test_a_repetition_penalty_discourages_prompt_and_response():
         tokens = response.tokens.tolist()
         assert len(set(tokens)) == len(tokens)
         assert not set(tokens) & set(request.prompt)
+
+
+def test_a_response_that_the_engine_lost_is_an_error(monkeypatch):
+    engine, finish = helpers.engine(MODEL), GenerationSession.finish
+
+    def lose(session, answer, status):
+        if answer.submitted.request.group != 1:
+            finish(session, answer, status)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GenerationSession, "finish", lose)
+        with pytest.raises(RuntimeError, match="the engine returned 1 of 3 responses"):
+            generate_responses(engine, [Request([1], 0), Request([1], 1, samples=2)], helpers.SAMPLING)
+    assert len(generate_responses(engine, [Request([1], 1)], helpers.SAMPLING)) == 1
+
+
+def test_a_version_counts_once_its_weights_are_there():
+    engine = helpers.engine(MODEL)
+    with pytest.raises(ZeroDivisionError):
+        engine.load_weights((("name", 1 / 0) for _ in range(1)), version=4, adopt=False)
+    assert engine.version == 0
+    engine.load_weights(MODEL.state_dict().items(), version=4, adopt=True)
+    assert engine.version == 4

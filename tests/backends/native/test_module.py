@@ -11,10 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from coalign.backends.engines.native.native_engine import NativeModule
 from coalign.backends.engines.request import _StopFinder, begin_samples
-from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
 from coalign.types import Status
+from tests.backends import batches
+from tests.conformance.engines import build
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 
 
@@ -24,17 +25,12 @@ def directory(tmp_path_factory):
 
 
 def module(directory, *, samples=1, seed=0, **config) -> NativeModule:
-    settings = {"module": "native", "load": str(directory), "sampling": {"max_new_tokens": 8}}
-    made = NativeModule(ModelConfig(**{**settings, **config}), Context(samples_per_prompt=samples, seed=seed))
-    made.setup()
-    return made
+    context = Context(samples_per_prompt=samples, seed=seed)
+    return build("native", directory, context, **{"sampling": {"max_new_tokens": 8}} | config)
 
 
 def prompts() -> Batch:
-    lengths = [5, 3, 9]
-    tokens = torch.arange(sum(lengths), dtype=torch.int32) + 40
-    rows = [{"answer": str(i)} for i in range(3)]
-    return Batch(torch.tensor(lengths), {"tokens": tokens}, {"group": torch.tensor([11, 12, 13]), "rows": rows})
+    return batches.prompts(5, 3, 9)
 
 
 def test_nothing_is_loaded_before_it_is_needed(directory):
@@ -56,15 +52,6 @@ def test_random_weights_are_drawn_from_the_seed(directory):
     assert first["rollout_logprobs"].tolist() != other["rollout_logprobs"].tolist()
 
 
-def test_overrides_and_samples(directory):
-    out = module(directory).generate(prompts(), samples=4, temperature=0.0, max_new_tokens=3)
-    assert len(out) == 12
-    assert int((out.lengths - out["prompt_length"]).max()) <= 3
-    for group in range(3):
-        rows = list(out.slice(4 * group, 4 * group + 4).rows())
-        assert all(torch.equal(row["tokens"], rows[0]["tokens"]) for row in rows)
-
-
 def test_ends_come_from_generation_config_config_and_tokenizer(tmp_path):
     tiny_model_dir(tmp_path, eos_token_id=[3, 4])
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 3]}))
@@ -72,16 +59,14 @@ def test_ends_come_from_generation_config_config_and_tokenizer(tmp_path):
 
 
 def test_no_sample_is_longer_than_what_others_take_at_once(directory):
-    whole = module(directory, sampling={"max_new_tokens": 40}).generate(prompts())
+    sampling = {"max_new_tokens": 40}
+    whole = module(directory, sampling=sampling).generate(prompts())
     longest = int(whole.lengths.max()) - 3
-    made = NativeModule(module(directory, sampling={"max_new_tokens": 40}).config, Context(sample_tokens=longest))
-    made.setup()
-    out = made.generate(prompts())
+    out = build("native", directory, Context(sample_tokens=longest), sampling=sampling).generate(prompts())
     assert out.lengths.tolist() == whole.lengths.clamp(max=longest).tolist()
     cut = out.lengths < whole.lengths
     assert cut.any() and (out["status"][cut] == Status.TRUNCATED).all()
-    made = NativeModule(made.config, Context(sample_tokens=int(prompts().lengths.max())))
-    made.setup()
+    made = build("native", directory, Context(sample_tokens=int(prompts().lengths.max())), sampling=sampling)
     with pytest.raises(ValueError, match=r"has \d+ tokens, .*data.max_prompt_tokens"):
         made.generate(prompts())
 

@@ -48,20 +48,8 @@ def test_uniforms_are_uniform_and_uncorrelated():
 
 
 def test_stream_keys_differ_in_every_argument():
-    keys = {
-        stream_key(*k)
-        for k in [
-            (0, 0, 0),
-            (1, 0, 0),
-            (0, 1, 0),
-            (0, 0, 1),
-            (0, 1, 1),
-            (1, 1, 0),
-            (0, 2**40, 0),
-            (0, 0, 0, 1),
-            (0, 0, 0, 2),
-        ]
-    }
+    three = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1), (1, 1, 0), (0, 2**40, 0)]
+    keys = {stream_key(*arguments) for arguments in [*three, (0, 0, 0, 1), (0, 0, 0, 2)]}
     assert len(keys) == 9
     assert all(-(2**63) <= key < 2**63 for key in keys)
 
