@@ -17,10 +17,6 @@ from coalign.config.schema import ModelConfig
 from coalign.roles import Context
 from packages.megatron.tests.weight_families.checkpoints import MOE, NATIVE, native
 
-pytest.importorskip("megatron.core")
-
-from packages.megatron.tests.models import reference, rows
-
 pytestmark = pytest.mark.backends
 
 OWN_ATTENTION = ["bloom", "falcon_7b", "falcon_40b", "falcon_rw", "falcon_11b"]  # past transformers' interface
@@ -28,18 +24,20 @@ NO_PLAN = {"starcoder": "no plan", "starcoder_mha": "no plan", "gpt2": "no plan"
 NO_PLAN |= {"galactica": "no plan", "glm4": "colwise_gather_output"}
 
 
-def build(case: str, folder) -> FSDPModule:
-    """Without dropout, which the reference has not."""
+def build(case: str, folder) -> tuple[FSDPModule, nn.Module, Batch]:
+    """The module without dropout, which the reference has not; the reference, and a batch."""
+    from packages.megatron.tests.models import reference, rows  # and megatron-core
+
     native(case).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     config |= {key: 0.0 for key in config if "drop" in key and isinstance(config[key], float)}
     (folder / "config.json").write_text(json.dumps(config))
-    return FSDPModule(ModelConfig(load=str(folder)), Context(loss=Objective(PolicyGradient())))
+    return FSDPModule(ModelConfig(load=str(folder)), Context(loss=Objective(PolicyGradient()))), reference(case), rows()
 
 
 @pytest.mark.parametrize("case", [case for case in NATIVE if case not in OWN_ATTENTION])
 def test_a_step_and_what_can_be_cut(case, tmp_path):
-    module, expected, batch = build(case, tmp_path), reference(case), rows()
+    module, expected, batch = build(case, tmp_path)
     module.check_architecture(module.config, "trainer")
     module.setup()
     [found] = module.run([batch], needs=("entropy",))
@@ -63,7 +61,7 @@ def test_a_step_and_what_can_be_cut(case, tmp_path):
 
 @pytest.mark.parametrize("case", OWN_ATTENTION)
 def test_attention_past_the_interface_is_computed_in_padded_rows(case, tmp_path):
-    module, expected, batch = build(case, tmp_path), reference(case), rows()
+    module, expected, batch = build(case, tmp_path)
     module.check_architecture(module.config, "trainer")
     module.setup()
     assert module.model.rows == "padded"

@@ -10,14 +10,13 @@ import torch
 from coalign.backends.base import build_objective
 from coalign.config.schema import LossConfig, ModelConfig
 from coalign.roles import Context
-from coalign_megatron.backend.module import MegatronModule
 from tests.backends.batches import rollout
 from tests.conformance import reference
 from tests.tiny import tiny_model_dir
 
-pytest.importorskip("megatron.core")
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.skipif(find_spec("megatron") is None, reason="no megatron-core"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 ENGINE = pytest.mark.skipif(find_spec("transformer_engine") is None, reason="no Transformer Engine")
@@ -25,6 +24,8 @@ LAYERS = [False, pytest.param(True, marks=ENGINE)]
 
 
 def build(path, loss="policy_gradient", **config):
+    from coalign_megatron.backend.module import MegatronModule  # and megatron-core
+
     context = Context(device="cuda:0", loss=build_objective(LossConfig(fn=loss)), samples_per_prompt=4)
     module = MegatronModule(ModelConfig(load=path, module="megatron", **config), context)
     module.setup()

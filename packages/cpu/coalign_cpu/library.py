@@ -7,6 +7,7 @@ compiler, its options and the processor. So all processes and later runs on such
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
@@ -42,7 +43,11 @@ def load_kernels() -> ctypes.CDLL | None:
     library = find_cache() / "kernels" / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
     try:
         if not library.exists():
-            _compile(compiler, options, library)
+            library.parent.mkdir(parents=True, exist_ok=True)
+            with open(library.with_suffix(".lock"), "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # the processes of a machine begin together: one of them compiles
+                if not library.exists():
+                    _compile(compiler, options, library)
         return ctypes.CDLL(str(library))
     except (OSError, subprocess.SubprocessError) as problem:
         detail = getattr(problem, "stderr", None) or problem
@@ -61,7 +66,6 @@ def choose_architecture() -> list[str]:
 
 def _compile(compiler: list[str], options: list[str], library: Path) -> None:
     """Raises OSError, or SubprocessError with what the compiler said."""
-    library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         object_file, made = Path(folder, "kernels.o"), Path(folder, library.name)
         compile_ = [*compiler, *options, "-c", str(SOURCE), "-o", str(object_file)]
