@@ -138,17 +138,6 @@ def test_a_functional_result_stands_in_no_list_of_its_own():
     assert score("print(input())", [{"input": "5", "output": "5", "testtype": "stdin"}]) == 1.0
 
 
-def test_functional_tests_that_cannot_be_read():
-    for case, message in (
-        (FUNCTIONAL, "neither it nor the row's `metadata` has a `func_name`"),
-        (FUNCTIONAL | {"testtype": "interactive"}, "testtype is 'interactive'; expected `stdin` or `functional`"),
-        (FUNCTIONAL | {"func_name": "f", "input": "1 2"}, "a test of f is .*expected JSON"),
-        (FUNCTIONAL | {"func_name": "a.b"}, "fn_name is 'a.b'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            read_tests([case])
-
-
 # Each of them would pass a harness that looks at exit codes, at output, or compares beside the code.
 ALL_EQUAL = """
 class All:
@@ -297,23 +286,33 @@ def test_what_is_judged_beside_the_code_is_counted():
     assert asyncio.run(code(row, **PATIENT))["forgeable"] == 0.5
 
 
-def test_rows_without_usable_tests_are_failures_of_the_reward():
+NO_TESTS = [
+    ([], "are empty"),
+    (5, "tests are 5; expected a list of assert"),
+    ([{"in": 1}], "expected a list"),
+    ({"inputs": ["1"], "outputs": []}, "shorter"),
+    ({"fn_name": "a.b", "inputs": [[1]], "outputs": [1]}, "name of a function"),
+    ({"fn_name": "class", "inputs": [[1]], "outputs": [1]}, "name of a function"),
+    ({"fn_name": 5, "inputs": [[1]], "outputs": [1]}, "name of a function"),
+    ({"fn_name": "f", "inputs": [1], "outputs": [1]}, "the list of its arguments"),
+    ({"inputs": 5, "outputs": 5}, "expected a list"),
+    ("[" * 10**5, "nested too deeply"),
+    ([FUNCTIONAL], "neither it nor the row's `metadata` has a `func_name`"),
+    ([FUNCTIONAL | {"testtype": "interactive"}], "testtype is 'interactive'; expected `stdin` or `functional`"),
+    ([FUNCTIONAL | {"func_name": "f", "input": "1 2"}], "a test of f is .*expected JSON"),
+    ([FUNCTIONAL | {"func_name": "a.b"}], "fn_name is 'a.b'"),
+]
+
+
+@pytest.mark.parametrize(("tests", "message"), NO_TESTS, ids=[message for _, message in NO_TESTS])
+def test_tests_that_cannot_be_read_are_failures_of_the_reward(tests, message):
+    with pytest.raises(ValueError, match=message):
+        read_tests(tests)
+
+
+def test_a_row_without_tests_is_a_failure_of_the_reward():
     with pytest.raises(KeyError, match=r"no tests in 'tests'; it has \['answer'\] \(set tests_key\)"):
         asyncio.run(code(sample("x", answer=1)))
-    for tests, message in (
-        ([], "are empty"),
-        (5, "tests are 5; expected a list of assert"),
-        ([{"in": 1}], "expected a list"),
-        ({"inputs": ["1"], "outputs": []}, "shorter"),
-        ({"fn_name": "a.b", "inputs": [[1]], "outputs": [1]}, "name of a function"),
-        ({"fn_name": "class", "inputs": [[1]], "outputs": [1]}, "name of a function"),
-        ({"fn_name": 5, "inputs": [[1]], "outputs": [1]}, "name of a function"),
-        ({"fn_name": "f", "inputs": [1], "outputs": [1]}, "the list of its arguments"),
-        ({"inputs": 5, "outputs": 5}, "expected a list"),
-        ("[" * 10**5, "nested too deeply"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            read_tests(tests)
 
 
 HOSTILE = (
@@ -366,7 +365,6 @@ def test_blanks_do_not_freeze_the_reading_of_a_response():
 
 def test_a_machine_that_cannot_keep_what_is_required(monkeypatch):
     monkeypatch.setattr(sandbox, "find_shortfalls", lambda processes: {"files": "Landlock"})
-    with pytest.raises(
-        sandbox.LimitNotEnforceable, match=r"files \(needs Landlock\).*`require: \[network, libraries, disk, signals, "
-    ):
+    message = r"files \(needs Landlock\).*`require: \[network, libraries, disk, signals, "
+    with pytest.raises(sandbox.LimitNotEnforceable, match=message):
         asyncio.run(code(sample("x", tests=ASSERTS)))
