@@ -27,19 +27,9 @@ PNG = b"\x89PNG\r\n\x1a\n0000"
 
 
 def sample(step: int, group: int, index: int, reward: float | None, text: str = "4", **more) -> dict:
-    return {
-        "step": step,
-        "phase": "train",
-        "group": group,
-        "index": index,
-        "prompt": f"What is {group}?",
-        "response": text,
-        "reward": reward,
-        "rewards": {"digits": reward},
-        "status": "ok",
-        "versions": [[step - 1, len(text)]],
-        "row": {},
-    } | more
+    place = {"step": step, "phase": "train", "group": group, "index": index, "status": "ok", "row": {}}
+    texts = {"prompt": f"What is {group}?", "response": text, "versions": [[step - 1, len(text)]]}
+    return place | texts | {"reward": reward, "rewards": {"digits": reward}} | more
 
 
 SAMPLES = [
@@ -235,11 +225,8 @@ def test_tokens_of_a_row_with_ratio_and_divergence(tmp_path):
     measures = row["measures"]
     assert measures["ratio"] == [None, 2.0, 1.0] and measures["advantage"] == [0, -1.5, -1.5]
     # k3 = e^-d - 1 + d, with d = log 2 at the second token and -log 2 at the third.
-    assert measures["kl"] == [
-        None,
-        pytest.approx(math.log(2) - 0.5, rel=1e-5),
-        pytest.approx(1 - math.log(2), rel=1e-5),
-    ]
+    assert measures["kl"][0] is None
+    assert measures["kl"][1:] == pytest.approx([math.log(2) - 0.5, 1 - math.log(2)], rel=1e-5)
     assert measures["loss_mask"] == [0, 1, 1] and measures["weight_version"] == [-1, 0, 1]
     assert read_row(tmp_path, 1, 2) is None
 
@@ -266,9 +253,8 @@ def test_a_sample_has_the_tokens_of_its_own_row(folder):
     name = {"step": "1", "group": "1", "index": "1"}
     found = SampleReader().read_sample(folder, name)
     assert found["tokens"]["ids"] == rows[3] and found["members"] == [0, 1] and found["response"] == "seven"
-    assert (
-        SampleReader().read_sample(folder, {"step": "2", "group": "2", "index": "0"})["tokens"] is None
-    )  # its step has no file
+    other = {"step": "2", "group": "2", "index": "0"}  # its step has no file
+    assert SampleReader().read_sample(folder, other)["tokens"] is None
     write_rollouts(folder, 1, rows[::-1], weight_version=[0] * len(versions))
     with pytest.raises(ValueError, match=r"row 3 has 6 generated tokens, and samples.jsonl says 5"):
         SampleReader().read_sample(folder, name)

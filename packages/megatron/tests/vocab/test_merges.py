@@ -126,15 +126,11 @@ def test_whole_words_without_merges():
     assert merged.tokenizer.encode("a zebra").tokens == ["a", "Ġzebra"] and len(merged.pieces[0]) > 2
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        models.WordPiece(vocab={"a": 0}, unk_token="a"),
-        models.Unigram([("a", 0.0)]),
-        models.BPE(end_of_word_suffix="</w>"),
-    ],
-    ids=["wordpiece", "unigram", "suffix"],
-)
+OTHERS = {"wordpiece": models.WordPiece(vocab={"a": 0}, unk_token="a"), "unigram": models.Unigram([("a", 0.0)])}
+OTHERS |= {"suffix": models.BPE(end_of_word_suffix="</w>")}
+
+
+@pytest.mark.parametrize("model", OTHERS.values(), ids=OTHERS)
 def test_other_tokenizers_are_refused(model):
     with pytest.raises(ValueError, match="byte-level or SentencePiece BPE only; give the tokens as a text file"):
         merge_tokens(Tokenizer(model), [b"ab"], 1)

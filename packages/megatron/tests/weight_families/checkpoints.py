@@ -13,37 +13,15 @@ from torch import Tensor
 
 from packages.megatron.tests.weight_families import remote
 
-LLAMA_LIKE = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+LLAMA_LIKE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA_LIKE |= {"num_key_value_heads": 2, "max_position_embeddings": 64}
 GPT2_LIKE = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 FALCON_LIKE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
-MLA = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 12,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 8,
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
-    "n_group": 2,
-    "topk_group": 1,
-}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+MLA = {"num_key_value_heads": 4, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+MLA |= {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+MLA |= {"n_group": 2, "topk_group": 1}
+LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+LLAMA3_ROPE |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 OPT_LIKE = LLAMA_LIKE | {"ffn_dim": 96, "word_embed_proj_dim": 32}
 
 # By case: the family's name here, the model type of transformers, settings.
@@ -107,59 +85,24 @@ NATIVE: dict[str, tuple[str, str, dict[str, Any]]] = {
 BAICHUAN = {key: LLAMA_LIKE[key] for key in LLAMA_LIKE if key not in ("num_key_value_heads", "max_position_embeddings")}
 BAICHUAN |= {"architectures": ["BaichuanForCausalLM"], "model_type": "baichuan", "vocab_size": 131}
 BAICHUAN |= {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False, "model_max_length": 64}
+BAICHUAN2 = BAICHUAN | {"max_position_embeddings": 64, "z_loss_weight": 0}
+QWEN = {"architectures": ["QWenLMHeadModel"], "model_type": "qwen", "hidden_size": 32, "intermediate_size": 96}
+QWEN |= {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 131, "seq_length": 64, "rotary_pct": 1.0}
+QWEN |= {"layer_norm_epsilon": 1e-6, "rotary_emb_base": 10000, "no_bias": True, "use_dynamic_ntk": True}
+QWEN |= {"use_logn_attn": True}
+CHATGLM = {"architectures": ["ChatGLMModel"], "model_type": "chatglm", "num_layers": 2, "hidden_size": 32}
+CHATGLM |= {"ffn_hidden_size": 48, "num_attention_heads": 4, "multi_query_attention": True, "kv_channels": 8}
+CHATGLM |= {"multi_query_group_num": 2, "padded_vocab_size": 131, "seq_length": 64, "layernorm_epsilon": 1e-5}
+CHATGLM |= {"add_qkv_bias": True, "add_bias_linear": False, "rmsnorm": True, "post_layer_norm": True}
+CHATGLM |= {"apply_residual_connection_post_layernorm": False}
 
 # By case: the family's name here, config.json, the tensors of its files.
 REMOTE: dict[str, tuple[str, dict[str, Any], Any]] = {
-    "qwen": (
-        "qwen",
-        {
-            "architectures": ["QWenLMHeadModel"],
-            "model_type": "qwen",
-            "hidden_size": 32,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "vocab_size": 131,
-            "seq_length": 64,
-            "layer_norm_epsilon": 1e-6,
-            "rotary_emb_base": 10000,
-            "rotary_pct": 1.0,
-            "no_bias": True,
-            "use_dynamic_ntk": True,
-            "use_logn_attn": True,
-        },
-        remote.qwen_shapes,
-    ),
+    "qwen": ("qwen", QWEN, remote.qwen_shapes),
     "baichuan_7b": ("baichuan", BAICHUAN | {"max_position_embeddings": 64}, remote.baichuan_shapes),
     "baichuan_13b": ("baichuan", BAICHUAN, remote.baichuan_shapes),
-    "baichuan2_7b": (
-        "baichuan",
-        BAICHUAN | {"max_position_embeddings": 64, "z_loss_weight": 0},
-        remote.baichuan_shapes,
-    ),
-    "chatglm": (
-        "chatglm",
-        {
-            "architectures": ["ChatGLMModel"],
-            "model_type": "chatglm",
-            "num_layers": 2,
-            "hidden_size": 32,
-            "ffn_hidden_size": 48,
-            "num_attention_heads": 4,
-            "multi_query_attention": True,
-            "multi_query_group_num": 2,
-            "kv_channels": 8,
-            "padded_vocab_size": 131,
-            "seq_length": 64,
-            "layernorm_epsilon": 1e-5,
-            "add_qkv_bias": True,
-            "add_bias_linear": False,
-            "rmsnorm": True,
-            "post_layer_norm": True,
-            "apply_residual_connection_post_layernorm": False,
-        },
-        remote.chatglm_shapes,
-    ),
+    "baichuan2_7b": ("baichuan", BAICHUAN2, remote.baichuan_shapes),
+    "chatglm": ("chatglm", CHATGLM, remote.chatglm_shapes),
 }
 CASES = [*NATIVE, *REMOTE]
 MOE = ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3"]

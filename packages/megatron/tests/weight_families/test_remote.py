@@ -12,15 +12,8 @@ from packages.megatron.tests.weight_families.checkpoints import checkpoint
 from packages.megatron.tests.weight_families.parameters import from_hf
 
 TOKENS = torch.arange(12) * 7 % 131
-SIZES = {
-    "vocab_size": 131,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": None,
-}
+SIZES = {"vocab_size": 131, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 64, "pad_token_id": None}
 
 
 def as_baichuan(hf, tensors):
