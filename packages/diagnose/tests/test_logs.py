@@ -1,7 +1,5 @@
 """What is given to `coalign diagnose`: files, folders, standard input, and what is no log at all."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys

@@ -1,7 +1,5 @@
 """Every rule names its own examples first, and is silent about texts that only look like it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The first error in causal order is named, across the logs of many ranks."""
 
-from __future__ import annotations
-
 from coalign_diagnose.logs import LogFile, parse_time, split_tags
 from coalign_diagnose.report import to_json, write_report
 from coalign_diagnose.verdict import judge

@@ -1,7 +1,5 @@
 """Sizes read from configurations alone: against transformers' own classes on the meta device, and published totals."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

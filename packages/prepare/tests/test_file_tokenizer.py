@@ -1,7 +1,5 @@
 """The tokenizer that a check reads rows with gives the tokens and texts of transformers' own, or is not used."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

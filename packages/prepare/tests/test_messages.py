@@ -1,7 +1,5 @@
 """What is wrong before a run begins is said in a few lines: key, cause and remedy. One row for each bad input."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,7 +1,5 @@
 """What differs between two sides."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import save_file

@@ -1,7 +1,5 @@
 """`coalign merge`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file

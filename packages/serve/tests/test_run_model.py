@@ -1,7 +1,5 @@
 """The templates of a run: what its models carry, and what commands use for them."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Where numbers lie, by hand: each kind of line and of cut, stages, experts, names; and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

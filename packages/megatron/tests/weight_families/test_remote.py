@@ -1,8 +1,6 @@
 """Families of remote code against models of transformers that compute the same: the forward passes that are written
 down here, and what the families make of their tensors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

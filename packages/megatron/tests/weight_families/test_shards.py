@@ -1,7 +1,5 @@
 """Shards of layouts over ranks: 1,000 random pairs of layouts without a wrong byte, boxes, and what is refused."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 
