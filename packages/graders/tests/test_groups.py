@@ -52,9 +52,9 @@ def test_win_rates_of_all_pairs(caller, by):
 
 def test_a_reward_function_is_asked_once_a_sample(caller):
     for fn in (pairwise, Tournament):
-        values = score(caller, fn, group("a", "bb", "ccc", "dddd"), by=HERE + "length", score="win_rate")
+        values = score(caller, fn, group("a", "bb", "ccc", "dddd"), by="tests.functions:length", score="win_rate")
         assert sorted(values) == values and values[-1] == 1.0
-    assert score(caller, pairwise, group("#### 4", "#### 5"), by={"fn": HERE + "length"}) == [0.5, 0.5]
+    assert score(caller, pairwise, group("#### 4", "#### 5"), by={"fn": "tests.functions:length"}) == [0.5, 0.5]
 
 
 def test_groups_are_ranked_apart(caller):

@@ -3,7 +3,6 @@
 import gzip
 import logging
 import math
-import socket
 import threading
 import time
 from email.utils import formatdate
@@ -228,33 +227,6 @@ def test_retry_after_is_honoured(caller, service, status, form):
     begun = time.monotonic()
     assert rewards(score(caller, remote(server, retries=1), SAMPLES[3:4])) == [3.0]
     assert time.monotonic() - begun >= 0.9
-
-
-def test_no_answer_in_time(caller, service):
-    release = threading.Event()
-    server = service(lambda body: release.wait(30) and lengths(body))
-    assert rewards(score(caller, remote(server, timeout=0.3), SAMPLES[:2])) == ["service"] * 2
-    assert rewards(score(caller, remote(server), SAMPLES[:2])) == [0.0, 1.0]
-    release.set()
-
-
-def test_a_service_that_hangs_up(caller):
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def hang_up():
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            connection.recv(1)
-            connection.close()
-
-    threading.Thread(target=hang_up, daemon=True).start()
-    outcomes = score(caller, remote(f"http://127.0.0.1:{listener.getsockname()[1]}/"), SAMPLES[:2])
-    assert rewards(outcomes) == ["service"] * 2
-    assert any(word in str(outcomes[0].error) for word in ("ReadError", "RemoteProtocolError", "WriteError"))
-    listener.close()
 
 
 def test_services_are_taken_in_turn(caller, service):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from coalign_megatron import families
@@ -43,6 +43,15 @@ def model(path: Path, hf: dict[str, Any], weights: dict[str, Tensor] | None = No
     (path / "tokenizer.json").write_text("{}")
     save_file(tensors(hf) if weights is None else weights, path / "model.safetensors", {"format": "pt"})
     return path
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a Hugging Face directory."""
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 def legacy(path: Path, hf: dict[str, Any], *, mesh: Mesh, virtual: int = 1, spec: Any = "local", nested=False) -> Path:

@@ -6,7 +6,7 @@ from importlib import import_module
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch.distributed.checkpoint import load as load_distributed
 from typer.testing import CliRunner
 
@@ -17,6 +17,7 @@ from coalign_megatron.convert.convert import MANIFEST
 from coalign_megatron.convert.files import hash_file
 from coalign_megatron.convert.plan import TorchDistOutput
 from packages.megatron.tests.convert import made
+from packages.megatron.tests.convert.made import same, stored
 from tests.tiny import tiny_model_dir
 
 
@@ -26,17 +27,6 @@ def megatron(source, output, **options):
 
 def huggingface(source, output, **options):
     return convert(ConversionRequest(source=source, output=output, to="hf", **options))
-
-
-def stored(folder):
-    files = sorted(folder.glob("*.safetensors"))
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
-
-
-def same(a, b):
-    assert a.keys() == b.keys()
-    for name in a:
-        assert a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]), name
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from coalign.weights.sync.transport import WeightError
 from coalign_megatron.convert import ConversionRequest, convert
@@ -8,18 +7,11 @@ from coalign_megatron.layouts.megatron import Mesh
 from packages.megatron.tests.convert import made
 
 
-def same(folder, source):
-    found, wanted = (load_file(path / "model.safetensors") for path in (folder, source))
-    assert found.keys() == wanted.keys()
-    for name in wanted:
-        assert torch.equal(found[name], wanted[name]), name
-
-
 def back(tmp_path, hf, **options):
     source = made.model(tmp_path / "hf", hf)
     request = ConversionRequest(source=tmp_path / "legacy", output=tmp_path / "back", to="hf", hf=source, **options)
     assert convert(request).source == "legacy"
-    same(tmp_path / "back", source)
+    made.same(made.stored(tmp_path / "back"), made.stored(source))
 
 
 @pytest.mark.parametrize("spec", ["local", "te", "legacy"])
@@ -45,7 +37,7 @@ def test_to_another_megatron_format(tmp_path):
     source, dist = made.model(tmp_path / "hf", made.LLAMA), tmp_path / "dist"
     convert(ConversionRequest(source=folder, output=dist, to="megatron", hf=source, verify=True))
     convert(ConversionRequest(source=dist, output=tmp_path / "back", to="hf"))
-    same(tmp_path / "back", source)
+    made.same(made.stored(tmp_path / "back"), made.stored(source))
 
 
 def change(file, edit):
