@@ -2,7 +2,6 @@
 
 import asyncio
 import sys
-import time
 
 import pytest
 
@@ -354,13 +353,6 @@ def test_objects_that_cannot_be_read_are_wrong():
 def test_an_interrupt_of_the_supervisor_is_a_verdict():
     interrupt = "import os, signal\nos.kill(os.getppid(), signal.SIGINT)\n"
     assert score([interrupt, interrupt.replace("os.getppid()", "0")], ASSERTS) == [0.0, 0.0]
-
-
-def test_blanks_do_not_freeze_the_reading_of_a_response():
-    begun = time.process_time()
-    for blank in ("```" + " " * 10**5 + "`", ("```" + " " * 100) * 10**3, "`" * 10**5, (" " * 10**3 + "\n") * 100):
-        assert extract_code(blank + "\nx")
-    assert time.process_time() - begun < 5
 
 
 def test_a_machine_that_cannot_keep_what_is_required(monkeypatch):
