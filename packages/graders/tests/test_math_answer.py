@@ -159,8 +159,10 @@ WITHOUT_ALGEBRA = r"""
     9 days ;; nine days
     \$15 ;; 15 != 15 cents
     75\text{ cents} ;; 75¢
-    250\text{ g} ;; 250 g != 250 kg
-    60\text{ mph} ;; 60 miles per hour != 60 kilometers per hour
+    250\text{ g} ;; 250 g
+    250 g != 250 kg
+    60\text{ mph} ;; 60 miles per hour
+    60 mph != 60 kilometers per hour
     \frac16 ;; 0.1\overline{6}
     (-\infty,-2]\cup[5,\infty) ;; x \le -2 \text{ or } x \ge 5 != x \le -2 \text{ or } x > 5
     (-\infty,0)\cup(0,\infty) ;; x \neq 0 != x \neq 1
