@@ -75,10 +75,8 @@ def test_a_run_without_samples_has_empty_lists(tmp_path):
 
 def test_groups_of_a_step(folder):
     groups = SampleReader().read_groups(folder, {"step": "1"})["groups"]
-    assert [(g["group"], g["samples"], g["flat"], g["question"]) for g in groups] == [
-        (0, 2, False, "What is 0?"),
-        (1, 2, True, "What is 1?"),
-    ]
+    expected = [(0, 2, False, "What is 0?"), (1, 2, True, "What is 1?")]
+    assert [(g["group"], g["samples"], g["flat"], g["question"]) for g in groups] == expected
     with pytest.raises(FileNotFoundError, match=r"no samples of step 7 \(train\)"):
         SampleReader().read_groups(folder, {"step": "7"})
 
@@ -347,11 +345,8 @@ def test_events_of_the_log(tmp_path):
     write_trace(tmp_path, 3)
     found = read_timeline(tmp_path, {})
     assert found["traces"] == [3, 12]
-    assert [(event["time"][-2:], event["kind"]) for event in found["events"]] == [
-        ("01", "continued"),
-        ("02", "lost"),
-        ("03", "rolled_back"),
-    ]
+    expected = [("01", "continued"), ("02", "lost"), ("03", "rolled_back")]
+    assert [(event["time"][-2:], event["kind"]) for event in found["events"]] == expected
 
 
 def test_placement_names_what_each_model_is(tmp_path):

@@ -250,10 +250,8 @@ def test_lanes_of_processes_and_devices(start_board, open_page, made):
 def test_placement_of_devices(start_board, open_page, made):
     page = open_page(start_board(made), "#/run/made/placement").page
     first, second = page.locator(".devices > li").all_inner_texts()
-    assert (first.split(), second.split()) == (
-        ["Device", "0", "policy", "0", "trainer"],
-        ["Device", "1", "policy", "1"],
-    )
+    expected = (["Device", "0", "policy", "0", "trainer"], ["Device", "1", "policy", "1"])
+    assert (first.split(), second.split()) == expected
 
 
 def test_checkpoints_are_verified_on_demand(start_board, open_page, trained):

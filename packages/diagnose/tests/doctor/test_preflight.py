@@ -127,10 +127,8 @@ def test_a_clock_is_compared_with_the_one_in_the_middle():
 
 def test_links_between_nodes():
     slow = replace(WELL, links=[NodeLink("a", "b", 5e7), NodeLink("b", "a", problem="ConnectionRefusedError: no")])
-    assert problems(slow) == [
-        ("bandwidth", "a → b", "warn", "50 MB/s"),
-        ("bandwidth", "b → a", "fail", "ConnectionRefusedError: no"),
-    ]
+    expected = [("bandwidth", "a → b", "warn", "50 MB/s"), ("bandwidth", "b → a", "fail", "ConnectionRefusedError: no")]
+    assert problems(slow) == expected
 
 
 def test_a_folder_that_is_not_shared():

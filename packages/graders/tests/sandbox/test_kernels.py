@@ -158,10 +158,8 @@ def test_pairs_of_sockets_are_unix_streams(old_machine):
         *(f"socket.socketpair({family}, socket.SOCK_STREAM)" for family in families),
         *(f"socket.socketpair(socket.AF_UNIX, {kind})" for kind in range(2, 8)),
     )
-    assert attempts("socket.socketpair()", "socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM | 0o4000)") == {
-        "socket.socketpair()": "done",
-        "socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM | 0o4000)": "done",
-    }
+    expected = {"socket.socketpair()": "done", "socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM | 0o4000)": "done"}
+    assert attempts("socket.socketpair()", "socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM | 0o4000)") == expected
 
 
 def test_shared_memory_of_others_stays(old_machine):

@@ -101,11 +101,8 @@ def test_what_of_baichuan_is_alibi_and_what_has_a_normalised_head():
         case: families.find_family(checkpoint(case)[0]).config(checkpoint(case)[0])
         for case in ("baichuan_7b", "baichuan_13b", "baichuan2_7b")
     }
-    assert {case: (c.position_embedding_type, c.normalised_head) for case, c in configs.items()} == {
-        "baichuan_7b": ("rope", False),
-        "baichuan_13b": ("alibi", False),
-        "baichuan2_7b": ("rope", True),
-    }
+    expected = {"baichuan_7b": ("rope", False), "baichuan_13b": ("alibi", False), "baichuan2_7b": ("rope", True)}
+    assert {case: (c.position_embedding_type, c.normalised_head) for case, c in configs.items()} == expected
 
 
 def test_a_normalised_head_does_not_see_the_length_of_its_rows():
