@@ -15,6 +15,7 @@ def model(gpus, **settings):
     return {"load": "own/model", "num_gpu": gpus, **settings}
 
 
+EIGHT = {"tensor_parallel": 8, "module": "vllm"}
 SHARED = {"runtime": {"colocation": [["policy", "trainer", "reference"]]}}
 KL = {"loss": {"fn": "policy_gradient", "kl_coef": 0.1}}
 
@@ -51,11 +52,7 @@ def test_replicas_that_stay_on_a_node_may_need_more_nodes(here):
     ("models", "asked", "said"),
     [
         ({"policy": model(8)}, {"nodes": 1, "devices": 4}, "1 node(s) of 4 GPU: the models ask for"),
-        (
-            {"policy": model(8, tensor_parallel=8, module="vllm"), "trainer": model(0, tensor_parallel=1)},
-            {"devices": 4},
-            "have to be on one",
-        ),
+        ({"policy": model(8, **EIGHT), "trainer": model(0, tensor_parallel=1)}, {"devices": 4}, "have to be on one"),
         ({"policy": {"load": "own/model"}}, {}, "models.policy.num_gpu: is auto, so every device counts"),
     ],
 )

@@ -18,6 +18,7 @@ from packages.jobs.tests.conftest import refused_in_one_line, write
 from tests.runs import ROOT, metrics, run, settings, weights_hash
 
 TRAINER = {"load": "own/model", "num_gpu": 0, "num_process": 2}
+UNEQUAL = {"trainer": {**TRAINER, "num_process": 4}, "reference": {"num_process": 2}}
 
 
 def plan(here, nodes=1, devices=None, algorithm="sft", **sections):
@@ -52,10 +53,7 @@ def test_each_of_several_machines_has_a_number(here):
         ({"algorithm": "grpo", "models": {"policy": TRAINER}, "reward": {"fn": "math"}}, "samples while it trains"),
         ({"nodes": 2}, "2 machines: call this on each, with --address HOST"),
         ({"nodes": 3}, "2 processes do not divide over 3 machines"),
-        (
-            {"algorithm": "dpo", "models": {"trainer": {**TRAINER, "num_process": 4}, "reference": {"num_process": 2}}},
-            "models.reference: has 2 processes, and others have 4",
-        ),
+        ({"algorithm": "dpo", "models": UNEQUAL}, "models.reference: has 2 processes, and others have 4"),
     ],
 )
 def test_what_torchrun_cannot_run_is_one_line(here, keywords, said):

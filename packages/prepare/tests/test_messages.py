@@ -61,11 +61,7 @@ FOREIGN = [
     ("data.train_files", "x", r"data\.train_files: is verl's; here it is data\.train$"),
     ("actor_rollout_ref", {"model": {"path": "x"}}, r"actor_rollout_ref\.model\.path is models\.policy\.load"),
     ("actor_rollout_ref", {"rollout": {"n": 4}}, r"actor_rollout_ref\.rollout\.n is runtime\.samples_per_prompt"),
-    (
-        "algorithm",
-        {"adv_estimator": "grpo"},
-        r"is verl's; here algorithm\.adv_estimator is algorithm and advantage\.fn",
-    ),
+    ("algorithm", {"adv_estimator": "grpo"}, r"verl's; here algorithm\.adv_estimator is algorithm and advantage\.fn"),
 ]
 
 

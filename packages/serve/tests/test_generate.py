@@ -202,10 +202,7 @@ WRONG = {  # changes of the settings, by the folders of the model and of the tes
     "model": (lambda home, tmp: {"model": str(tmp)}, "is not a Hugging Face model directory"),
     "file": (lambda home, tmp: rows_of(home / "sum.jsonl"), r"sum\.jsonl does not exist; did you mean .*sums\.jsonl"),
     "rows": (lambda home, tmp: rows_of(write_rows(tmp / "empty.jsonl")), r"empty\.jsonl holds no rows"),
-    "key": (
-        lambda home, tmp: rows_of(home / "sums.jsonl"),
-        r"sums\.jsonl:1: no key 'question'; the row has answer, pr",
-    ),
+    "key": (lambda home, tmp: rows_of(home / "sums.jsonl"), r"sums\.jsonl:1: no key 'question'; the row has answer, "),
     "score": (lambda home, tmp: {"keep": "best"}, "nothing scores the responses"),
     "argument": (
         lambda home, tmp: {"reward": [{"fn": "regex", "pattern": "a", "patern": "b"}]},

@@ -168,20 +168,11 @@ def rewrite(folder, change):
     save_file(tensors, folder / "adapter_model.safetensors")
 
 
+ALORA = {"alora_invocation_tokens": [3], "task_type": "CAUSAL_LM"}
 THREE = {"target_modules": ["q_proj", "k_proj", "up_proj"]}
 REFUSED = {  # the shape of the adapter's base, its settings, a change of its tensors, and what is said
-    "rows": (
-        {"tied": False},
-        {"rows": 330, "target_modules": EMBEDDINGS},
-        dict,
-        "embed_tokens of 330 rows; .* has 320",
-    ),
-    "alora": (
-        {},
-        {"alora_invocation_tokens": [3], "task_type": "CAUSAL_LM"},
-        dict,
-        r"has alora_invocation_tokens: \[3\]",
-    ),
+    "rows": ({"tied": False}, {"rows": 330, "target_modules": EMBEDDINGS}, dict, "tokens of 330 rows; .* has 320"),
+    "alora": ({}, ALORA, dict, r"has alora_invocation_tokens: \[3\]"),
     "pissa": ({}, {"init_lora_weights": "pissa_niter_2"}, dict, "has init_lora_weights: 'pissa_niter_2'"),
     "lacking": ({}, {}, lambda t: {k: t[k] for k in t if "0.self_attn.q_proj.lora_B" not in k}, "lacks .*lora_B"),
     "shape": ({}, {}, lambda t: t | {"base_model.model.model.norm.weight": torch.ones(7)}, r"norm\.weight is \(32,\)"),

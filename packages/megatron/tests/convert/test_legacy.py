@@ -51,6 +51,10 @@ def remove(file):
     file.parent.rmdir()
 
 
+def cut_off(file):
+    file.write_bytes(file.read_bytes()[:-100])
+
+
 def rename(state):
     state["model"]["decoder.layers.1.strange.weight"] = state["model"].pop("decoder.layers.1.mlp.linear_fc2.weight")
 
@@ -63,29 +67,19 @@ def move_norm(state):
     state["model"]["decoder.layers.0.input_layernorm.weight"].add_(1)
 
 
+def edited(edit):
+    return lambda file: change(file, edit)
+
+
+SHAPE = r"'\S+\.0\.mlp\.linear_fc2\.weight' has the shape \[16, 24\]; .* require \[16, 12\]"
+NAMES = r"mp_rank_00_000/.* missing \['\S+\.1\.mlp\.linear_fc2\.weight'\], extra \['\S+\.1\.strange\.weight'\]"
 REFUSED = {  # what is done to the file of a rank (tensor, pipeline), and what is said
     "a rank is missing": ("01_001", remove, "3 ranks, which are not 2 tensor × 2 pipeline × 1 expert"),
-    "cut off": (
-        "01_000",
-        lambda file: file.write_bytes(file.read_bytes()[:-100]),
-        r"mp_rank_01_000/model_optim_rng\.pt cannot be read, is it cut off\?",
-    ),
-    "names": (
-        "00_000",
-        lambda file: change(file, rename),
-        r"mp_rank_00_000/.* missing \['\S+\.1\.mlp\.linear_fc2\.weight'\], extra \['\S+\.1\.strange\.weight'\]",
-    ),
-    "a shape": (
-        "00_000",
-        lambda file: change(file, reshape),
-        r"'decoder\.layers\.0\.mlp\.linear_fc2\.weight' has the shape \[16, 24\]; .* require \[16, 12\]",
-    ),
-    "heads before version 2": (
-        "00_000",
-        lambda file: change(file, lambda state: state.update(checkpoint_version=1.0)),
-        "checkpoint_version 1.0; 2.0 and later",
-    ),
-    "ranks disagree": ("01_000", lambda file: change(file, move_norm), r"'model\.layers\.0\.input_layernorm\.weight'"),
+    "cut off": ("01_000", cut_off, r"mp_rank_01_000/model_optim_rng\.pt cannot be read, is it cut off\?"),
+    "names": ("00_000", edited(rename), NAMES),
+    "a shape": ("00_000", edited(reshape), SHAPE),
+    "heads": ("00_000", edited(lambda state: state.update(checkpoint_version=1.0)), "_version 1.0; 2.0 and later"),
+    "ranks disagree": ("01_000", edited(move_norm), r"'model\.layers\.0\.input_layernorm\.weight'"),
 }
 
 

@@ -22,7 +22,13 @@ MLA |= {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok
 MLA |= {"n_group": 2, "topk_group": 1}
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "original_max_position_embeddings": 32}
 LLAMA3_ROPE |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+QWEN_MOE = LLAMA_LIKE | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FALCON_NEW = FALCON_LIKE | {"new_decoder_architecture": True, "num_kv_heads": 2}
+FALCON_RW = FALCON_LIKE | {"alibi": True, "bias": True, "multi_query": False, "parallel_attn": False}
+DEEPSEEK_V2 = LLAMA_LIKE | MLA
+DEEPSEEK_V2 |= {"q_lora_rank": 16, "topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0}
 OPT_LIKE = LLAMA_LIKE | {"ffn_dim": 96, "word_embed_proj_dim": 32}
+GALACTICA = OPT_LIKE | {"enable_bias": False, "layer_norm_elementwise_affine": False, "activation_function": "gelu"}
 
 # By case: the family's name here, the model type of transformers, settings.
 NATIVE: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -32,36 +38,14 @@ NATIVE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixtral": ("mixtral", "mixtral", LLAMA_LIKE | {"num_local_experts": 4}),
     "gemma": ("gemma", "gemma", LLAMA_LIKE | {"num_key_value_heads": 1, "head_dim": 16}),
     "qwen2": ("qwen2", "qwen2", LLAMA_LIKE),
-    "qwen2_moe": (
-        "qwen2_moe",
-        "qwen2_moe",
-        LLAMA_LIKE
-        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0]}
-        | {"shared_expert_intermediate_size": 24},
-    ),
+    "qwen2_moe": ("qwen2_moe", "qwen2_moe", QWEN_MOE | {"mlp_only_layers": [0], "shared_expert_intermediate_size": 24}),
     "qwen3": ("qwen3", "qwen3", LLAMA_LIKE | {"head_dim": 16, "tie_word_embeddings": True}),
-    "qwen3_moe": (
-        "qwen3_moe",
-        "qwen3_moe",
-        LLAMA_LIKE | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
-    ),
+    "qwen3_moe": ("qwen3_moe", "qwen3_moe", QWEN_MOE | {"norm_topk_prob": True}),
     "bloom": ("bloom", "bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
     "falcon_7b": ("falcon", "falcon", FALCON_LIKE),
-    "falcon_40b": (
-        "falcon_40b",
-        "falcon",
-        FALCON_LIKE | {"new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": False},
-    ),
-    "falcon_rw": (
-        "falcon",
-        "falcon",
-        FALCON_LIKE | {"alibi": True, "bias": True, "multi_query": False, "parallel_attn": False},
-    ),
-    "falcon_11b": (
-        "falcon",
-        "falcon",
-        FALCON_LIKE | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
-    ),
+    "falcon_40b": ("falcon_40b", "falcon", FALCON_NEW | {"tie_word_embeddings": False}),
+    "falcon_rw": ("falcon", "falcon", FALCON_RW),
+    "falcon_11b": ("falcon", "falcon", FALCON_NEW | {"num_ln_in_parallel_attn": 1}),
     "glm4": ("glm4", "glm", LLAMA_LIKE | {"head_dim": 8}),
     "starcoder": ("starcoder", "gpt_bigcode", GPT2_LIKE),
     "starcoder_mha": ("starcoder", "gpt_bigcode", GPT2_LIKE | {"multi_query": False}),
@@ -69,16 +53,8 @@ NATIVE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt_neox": ("gpt_neox", "gpt_neox", LLAMA_LIKE | {"rotary_pct": 0.25}),
     "gpt2": ("gpt2", "gpt2", GPT2_LIKE),
     "opt": ("opt", "opt", OPT_LIKE),
-    "galactica": (
-        "opt",
-        "opt",
-        OPT_LIKE | {"enable_bias": False, "layer_norm_elementwise_affine": False, "activation_function": "gelu"},
-    ),
-    "deepseek_v2": (
-        "deepseek_v2",
-        "deepseek_v2",
-        LLAMA_LIKE | MLA | {"q_lora_rank": 16, "topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0},
-    ),
+    "galactica": ("opt", "opt", GALACTICA),
+    "deepseek_v2": ("deepseek_v2", "deepseek_v2", DEEPSEEK_V2),
     "deepseek_v2_lite": ("deepseek_v2", "deepseek_v2", LLAMA_LIKE | MLA | {"q_lora_rank": None, "n_shared_experts": 2}),
     "deepseek_v3": ("deepseek_v3", "deepseek_v3", LLAMA_LIKE | MLA | {"q_lora_rank": 16}),
 }
