@@ -118,6 +118,8 @@ def test_a_response_without_a_reward_is_null_with_the_reason(served):
         said = ask(base, query=responses)
         assert said["rewards"][-1] is None and len(said["rewards"]) == len(responses)
         assert "nothing for this one" in said["errors"][str(len(responses) - 1)]
+    nothing_yet = served(reward={"fn": HERE + "picky", "retries": 0})  # which has scored none
+    assert "nothing for this one" in ask(nothing_yet, query=["no"])["errors"]["0"]
 
 
 def test_nan_is_no_reward_and_what_breaks_the_judge_spoils_no_other(served):
