@@ -41,15 +41,8 @@ def test_the_filter_lets_through_whatever_a_pattern_matches():
 
 
 def test_a_wrong_rule_is_refused():
-    raw = {
-        "id": "x",
-        "category": "y",
-        "title": "z",
-        "any": ["some text"],
-        "order": 20,
-        "sure": "certain",
-        "advice": "a",
-    }
+    raw = {"id": "x", "category": "y", "title": "z", "any": ["some text"]}
+    raw |= {"order": 20, "sure": "certain", "advice": "a"}
     assert read_rule(raw).patterns[0].words == {"some text"}
     for change, message in (
         ({"sure": "x"}, "x: sure: is 'x'; expected certain"),

@@ -98,14 +98,8 @@ def test_functions_and_methods_by_name():
 @linux
 def test_a_program_ends_as_in_any_interpreter():
     cases = [{"input": "", "output": "6"}]
-    ends = [
-        "exit()",
-        "quit()",
-        "exit(0)",
-        "import sys; sys.exit()",
-        "raise SystemExit",
-        "copyright, credits, license, help",
-    ]
+    ends = ["exit()", "quit()", "exit(0)", "import sys; sys.exit()", "raise SystemExit"]
+    ends += ["copyright, credits, license, help"]
     assert score([f"print(6); {end}" for end in ends], cases) == [1.0] * len(ends)
     assert score(["print(6); exit(1)", "print(6); exit('no')"], cases) == [0.0, 0.0]
 
@@ -316,16 +310,8 @@ def test_a_row_without_tests_is_a_failure_of_the_reward():
 
 HOSTILE = (
     *("", "[" * 10**5, "-" * 10**5 + "1", "__import__('os')", "\0", "9" * 10**5, "f()", "1 +", "{[]: 1}", "{{}}", "5"),
-    *(
-        "{0x" + "f" * 10**4 + ": 1}",
-        "0x" + "f" * 10**4,
-        "1e999",
-        "\ud800",
-        "'\\N{x}'",
-        "b'\\xf'",
-        "1 if 1 else 2",
-        "*a",
-    ),
+    *("{0x" + "f" * 10**4 + ": 1}", "0x" + "f" * 10**4, "1e999", "\ud800", "'\\N{x}'", "b'\\xf'", "1 if 1 else 2"),
+    "*a",
 )
 
 

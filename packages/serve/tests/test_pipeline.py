@@ -218,13 +218,8 @@ def test_sigkill_again_and_again(home, whole):
 
 
 SMALL = [
-    "rounds=2",
-    "stages.generate.data.chat_template=none",
-    "stages.generate.prompts=4",
-    "stages.generate.samples=4",
-    "stages.generate.sampling.max_new_tokens=8",
-    "stages.score=tests.digits:digits",
-    "stages.select.truncated=keep",
+    *("rounds=2", "stages.generate.data.chat_template=none", "stages.generate.prompts=4", "stages.generate.samples=4"),
+    *("stages.generate.sampling.max_new_tokens=8", "stages.score=tests.digits:digits", "stages.select.truncated=keep"),
     "stages.train.runtime={steps: 2, prompts_per_step: 2, threads: 1, plots: false, trackers: []}",
     "stages.train.data.chat_template=none",
 ]
