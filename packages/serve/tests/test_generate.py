@@ -201,7 +201,7 @@ def rows_of(path):
 WRONG = {  # changes of the settings, by the folders of the model and of the test; and what is said
     "model": (lambda home, tmp: {"model": str(tmp)}, "is not a Hugging Face model directory"),
     "file": (lambda home, tmp: rows_of(home / "sum.jsonl"), r"sum\.jsonl does not exist; did you mean .*sums\.jsonl"),
-    "rows": (lambda home, tmp: rows_of(write_rows(tmp / "empty.jsonl")), r"empty\.jsonl holds no rows"),
+    "rows": (lambda home, tmp: rows_of(tmp / "empty.jsonl"), r"empty\.jsonl holds no rows"),
     "key": (lambda home, tmp: rows_of(home / "sums.jsonl"), r"sums\.jsonl:1: no key 'question'; the row has answer, "),
     "score": (lambda home, tmp: {"keep": "best"}, "nothing scores the responses"),
     "argument": (
@@ -214,6 +214,7 @@ WRONG = {  # changes of the settings, by the folders of the model and of the tes
 @pytest.mark.parametrize(("changes", "message"), WRONG.values(), ids=WRONG)
 def test_what_is_wrong_is_said(home, tmp_path, changes, message):
     out = tmp_path / "out.jsonl"
+    (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         generate(settings(home, **changes(home, tmp_path)), out, quiet())
     assert not out.exists() and not out.with_name("out.jsonl.partial").exists()
