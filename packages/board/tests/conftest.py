@@ -66,9 +66,10 @@ def browser():
 
 
 class WatchedPage:
-    """A page, whose errors and requests are noted: `problems`, and `requests` with the bytes of their answers."""
+    """A page of a board, whose errors and requests are noted: `problems`, and `requests`."""
 
-    def __init__(self, browser, **options) -> None:
+    def __init__(self, browser, board: StartedBoard, **options) -> None:
+        self.board = board
         self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, "locale": "en-GB", **options})
         self.page = self.context.new_page()
         self.page.set_default_timeout(20_000)
@@ -88,26 +89,33 @@ class WatchedPage:
             self.problems.append(f"{request.url}: {request.failure}")
 
     def show(self, address: str) -> None:
-        """Open an address, and wait for its page."""
-        self.page.goto(address)
+        """Open an address, such as `#/` on the board, and wait for its page."""
+        self.page.goto(address if address.startswith("http") else f"{self.board.url}/{address}")
         shown = json.dumps(self.page.evaluate("location.hash"))
         self.page.locator(f"main[data-shown={shown}]").wait_for()
         self.page.wait_for_load_state("networkidle")
 
-    def check(self, board: StartedBoard) -> None:
+    def check(self) -> None:
         """Nothing went wrong, and nobody but the board was asked."""
         assert not self.problems, "\n".join(self.problems)
-        assert all(url.startswith((board.url, "data:")) for url in self.requests), self.requests
+        assert all(url.startswith((self.board.url, "data:")) for url in self.requests), self.requests
 
 
 @pytest.fixture
 def open_page(browser) -> Iterator[Callable[..., WatchedPage]]:
-    opened: list[WatchedPage] = []
+    """``open_page(board, "#/…", **options)``: a page, which is checked at the end unless ``checked`` is False."""
+    opened: list[tuple[WatchedPage, bool]] = []
 
-    def open_one(**options) -> WatchedPage:
-        opened.append(WatchedPage(browser, **options))
-        return opened[-1]
+    def open_one(board: StartedBoard, address: str | None = None, *, checked: bool = True, **options) -> WatchedPage:
+        watched = WatchedPage(browser, board, **options)
+        opened.append((watched, checked))
+        if address is not None:
+            watched.show(address)
+        return watched
 
     yield open_one
-    for each in opened:
-        each.context.close()
+    for watched, _ in opened:
+        watched.context.close()
+    for watched, checked in opened:
+        if checked:
+            watched.check()

@@ -58,20 +58,10 @@ def add_samples(folder: Path, count: int) -> None:
     """Append samples, one a step."""
     with open(folder / "samples.jsonl", "a") as file:
         for number in range(count):
-            record = {
-                "step": number + 1,
-                "phase": "train",
-                "group": number,
-                "index": 0,
-                "prompt": f"What is {number} + {number}?",
-                "response": f"It is {2 * number}.",
-                "reward": number % 2 * 1.0,
-                "rewards": {"math": number % 2 * 1.0},
-                "status": "ok",
-                "versions": [[0, 5]],
-                "row": {},
-            }
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            place = {"step": number + 1, "phase": "train", "group": number, "index": 0, "status": "ok", "row": {}}
+            texts = {"prompt": f"What is {number} + {number}?", "response": f"It is {2 * number}."}
+            rewards = {"reward": number % 2 * 1.0, "rewards": {"math": number % 2 * 1.0}, "versions": [[0, 5]]}
+            file.write(json.dumps(place | texts | rewards, ensure_ascii=False) + "\n")
 
 
 def add_log(folder: Path, text: str) -> None:

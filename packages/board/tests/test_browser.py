@@ -19,14 +19,8 @@ from tests.runs import command, settings, wait_for
 pytestmark = pytest.mark.slow
 
 COMPARED = "#/compare?runs=" + json.dumps(["sums/seed0", "sums/seed1", "other run"]).replace(" ", "%20")
-PAGES = [
-    "#/",
-    "#/run/other%20run",
-    "#/run/sums%2Fseed0/overview",
-    "#/run/sums%2Fseed0/log",
-    "#/run/sums%2Fseed0/configuration",
-    COMPARED,
-]
+PAGES = ["#/", "#/run/other%20run", *(f"#/run/sums%2Fseed0/{name}" for name in ("overview", "log", "configuration"))]
+PAGES += [COMPARED]
 
 
 @pytest.fixture
@@ -55,10 +49,10 @@ def board(start_board, runs):
 @pytest.mark.parametrize("colours", ["light", "dark"])
 @pytest.mark.parametrize("locale", ["en-GB", "zh-CN"])
 def test_every_page(board, open_page, width, colours, locale):
-    watched = open_page(viewport={"width": width, "height": 800}, color_scheme=colours, locale=locale)
+    watched = open_page(board, viewport={"width": width, "height": 800}, color_scheme=colours, locale=locale)
     page = watched.page
     for address in PAGES:
-        watched.show(f"{board.url}/{address}")
+        watched.show(address)
         assert page.locator("h1").count() == 1
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
             f"{address} is wider than the screen"
@@ -67,26 +61,22 @@ def test_every_page(board, open_page, width, colours, locale):
             r"document.body.innerText.match(/\b(?:shell|runs|cause|overview|compare|log(?!\.txt))\.[a-z_]+\b/g)"
         )
         assert not missing, missing
-    watched.check(board)
 
 
 @pytest.mark.parametrize(("width", "colours"), [(1280, "light"), (1280, "dark"), (390, "light")])
 def test_no_page_keeps_people_out(board, open_page, width, colours):
-    watched = open_page(viewport={"width": width, "height": 800}, color_scheme=colours)
+    watched = open_page(board, viewport={"width": width, "height": 800}, color_scheme=colours)
     for address in PAGES:
-        watched.show(f"{board.url}/{address}")
+        watched.show(address)
         assert find_barriers(watched.page) == [], address
     watched.page.keyboard.press("?")
     assert find_barriers(watched.page) == []
-    watched.check(board)
 
 
 def test_runs_can_be_searched_ordered_and_compared_by_keys(board, open_page, runs):
     call = {"label": "prompts", "model": None, "method": "prompts", "reads": {}, "makes": ["tokens"]}
     (runs / "other run" / "flow.json").write_text(json.dumps({"algorithm": "grpo", "calls": [call]}))
-    watched = open_page()
-    page = watched.page
-    watched.show(f"{board.url}/#/")
+    page = open_page(board, "#/").page
     names = page.locator("tbody tr").evaluate_all("rows => rows.map(row => row.dataset.run)")
     assert sorted(names) == ["other run", "sums/seed0", "sums/seed1"]
     page.get_by_role("button", name="Run", exact=True).click()
@@ -117,7 +107,6 @@ def test_runs_can_be_searched_ordered_and_compared_by_keys(board, open_page, run
     assert page.get_by_role("dialog").get_by_text("next page of the run").is_visible()
     page.keyboard.press("Escape")
     page.get_by_role("dialog").wait_for(state="detached")
-    watched.check(board)
 
 
 def test_evaluations_are_named_and_ordered_by_what_they_measure(start_board, open_page, tmp_path):
@@ -130,65 +119,51 @@ def test_evaluations_are_named_and_ordered_by_what_they_measure(start_board, ope
         ("none", "reward/max", 0.9),
     ):
         add_steps(make_run(tmp_path / "runs" / name), range(1, 21), **{metric: lambda _, value=value: value})
-    board = start_board(tmp_path / "runs")
-    watched = open_page()
-    page = watched.page
-    watched.show(f"{board.url}/#/?order=eval")
+    page = open_page(start_board(tmp_path / "runs"), "#/?order=eval").page
     cells = page.locator("tbody td[data-label=Evaluation]").all_inner_texts()
     assert cells == ["0.500 reward", "0.250 reward", "0.750 accuracy", "0.200 loss", "0.300 loss", "–"]
-    watched.check(board)
 
 
 def test_the_settings_that_were_written_are_one_click_away(board, open_page, runs):
     written = {"runtime.steps": "run.yaml:4", "seed": "override", "reward[0].fn": "run.yaml:6"}
     (runs / "sums" / "seed0" / "written.json").write_text(json.dumps(written))
-    watched = open_page()
+    watched = open_page(board, "#/run/sums%2Fseed0/overview")
     page = watched.page
-    watched.show(f"{board.url}/#/run/sums%2Fseed0/overview")
     page.get_by_role("link", name="Configuration").click()
     rows = page.locator(".written tbody tr")
     rows.first.wait_for()
-    assert rows.all_inner_texts() == [
-        "runtime.steps\t20\trun.yaml:4",
-        "seed\t0\toverride",
-        "reward[0].fn\tmath\trun.yaml:6",
-    ]
+    expected = ["runtime.steps\t20\trun.yaml:4", "seed\t0\toverride", "reward[0].fn\tmath\trun.yaml:6"]
+    assert rows.all_inner_texts() == expected
     assert "lr: 0.0001" in page.get_by_role("region", name="Text of the configuration").inner_text()
     assert find_barriers(page) == []
-    watched.show(f"{board.url}/#/run/sums%2Fseed1/configuration")  # of a run that does not say
+    watched.show("#/run/sums%2Fseed1/configuration")  # of a run that does not say
     assert page.locator(".written").count() == 0
-    watched.check(board)
 
 
 def test_a_failed_run_opens_on_its_cause(start_board, open_page, tmp_path):
     folder = make_run(tmp_path / "runs" / "mine")
     trace = 'Traceback (most recent call last):\n  File "/home/me/my_rewards.py", line 12, in score\n    return 1 / 0\n'
     fail(folder, f"{trace}ZeroDivisionError: division by zero")
-    board = start_board(folder.parent)
-    watched = open_page()
+    watched = open_page(start_board(folder.parent), "#/")
     page = watched.page
-    watched.show(f"{board.url}/#/")
     page.get_by_role("link", name="mine").click()
     page.locator(".evidence").get_by_text("/home/me/my_rewards.py:12").wait_for()
     assert "division by zero" in page.locator(".cause").inner_text()
     assert page.locator(".tabs a").all_inner_texts() == ["Cause", "Log and stalls", "Configuration"]
     assert find_barriers(page) == []
-    watched.show(f"{board.url}/#/run/mine")  # without the name of a page
+    watched.show("#/run/mine")  # without the name of a page
     page.locator(".page-cause .evidence").wait_for()
     for name in ("overview", "rollouts", "placement"):
-        watched.show(f"{board.url}/#/run/mine/{name}")
+        watched.show(f"#/run/mine/{name}")
         page.get_by_text("The run ended before its first step.").first.wait_for()
         assert page.get_by_text("log_samples").count() == 0
     page.get_by_role("link", name="Cause").click()
     page.get_by_role("link", name="Errors of the log").click()
     page.get_by_role("log").get_by_text("ZeroDivisionError").wait_for()
-    watched.check(board)
 
 
 def test_language_and_colours_are_kept(board, open_page):
-    watched = open_page()
-    page = watched.page
-    watched.show(f"{board.url}/#/")
+    page = open_page(board, "#/").page
     page.keyboard.press("l")
     page.get_by_role("heading", name="运行").wait_for()
     page.keyboard.press("d")
@@ -197,13 +172,10 @@ def test_language_and_colours_are_kept(board, open_page):
     page.get_by_role("heading", name="运行").wait_for()
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
     assert page.evaluate("document.documentElement.lang") == "zh-CN"
-    watched.check(board)
 
 
 def test_a_link_shows_the_same_curves(board, open_page):
-    watched = open_page()
-    page = watched.page
-    watched.show(f"{board.url}/#/run/sums%2Fseed0/overview")
+    page = open_page(board, "#/run/sums%2Fseed0/overview").page
     chart = page.get_by_role("region", name="reward/mean").first
     chart.locator("canvas").wait_for()
     page.get_by_label("Along").select_option("tokens")
@@ -217,23 +189,20 @@ def test_a_link_shows_the_same_curves(board, open_page):
     page.get_by_role("button", name="All steps").wait_for()
     link = page.evaluate("location.href")
     assert "x=tokens" in link and "smoothing=0.5" in link and "from=" in link
-    other = open_page()
-    other.show(link)
+    other = open_page(board, link)
     assert other.page.get_by_label("Along").input_value() == "tokens"
     assert other.page.get_by_role("button", name="All steps").is_visible()
     other.page.keyboard.press("z")
     other.page.get_by_role("button", name="All steps").wait_for(state="hidden")
-    watched.check(board)
-    other.check(board)
 
 
 @pytest.mark.parametrize(
     ("locale", "words"), [("en-GB", "Mean reward over the evaluation data"), ("zh-CN", "平均奖励")]
 )
 def test_a_metric_says_what_it_means_by_mouse_and_by_keys(board, open_page, locale, words):
-    watched = open_page(locale=locale)
+    watched = open_page(board, locale=locale)
     page = watched.page
-    watched.show(f"{board.url}/#/run/sums%2Fseed0/overview")
+    watched.show("#/run/sums%2Fseed0/overview")
     name = page.locator('section[aria-label="eval/mean"]').first.get_by_role("button", name="eval/mean")
     name.hover()
     assert words in page.locator("[role=tooltip]:not([hidden])").inner_text()
@@ -244,16 +213,15 @@ def test_a_metric_says_what_it_means_by_mouse_and_by_keys(board, open_page, loca
     assert find_barriers(page) == []
     page.keyboard.press("Escape")
     page.locator("[role=tooltip]:not([hidden])").wait_for(state="detached")
-    watched.check(board)
 
 
 def test_a_run_that_is_written_cut_in_mid_line_and_resumed(board, open_page, runs):
     folder = make_run(runs / "live")
-    watched = open_page()
+    watched = open_page(board)
     page = watched.page
     newest = page.locator('section[aria-label="loss/value"] output').first
     with lock_folder(folder):
-        watched.show(f"{board.url}/#/run/live/overview")
+        watched.show("#/run/live/overview")
         page.get_by_text("No step has been recorded yet.").wait_for()
         add_steps(folder, range(1, 4))
         page.get_by_text("step 3 of 20").wait_for()
@@ -276,14 +244,11 @@ def test_a_run_that_is_written_cut_in_mid_line_and_resumed(board, open_page, run
         add_steps(folder, range(3, 21))
         page.get_by_text("step 20 of 20").wait_for()
     page.locator(".run-status").get_by_text("ended").wait_for()
-    watched.check(board)
 
 
 def test_the_log_grows_and_is_searched(board, open_page, runs):
     folder = runs / "sums" / "seed0"
-    watched = open_page()
-    page = watched.page
-    watched.show(f"{board.url}/#/run/sums%2Fseed0/log")
+    page = open_page(board, "#/run/sums%2Fseed0/log").page
     log = page.get_by_role("log")
     assert "step 20/20" in log.inner_text()
     add_log(folder, "WARNING here: something is odd\n  in two lines")
@@ -294,19 +259,18 @@ def test_the_log_grows_and_is_searched(board, open_page, runs):
     assert log.locator(".entry").count() == 1
     page.get_by_role("button", name="driver.txt").click()
     page.get_by_text("File run.py, line 3").wait_for()
-    watched.check(board)
 
 
 def test_a_run_is_asked_by_buttons_only_with_a_token(start_board, open_page, runs, tmp_path):
     (tmp_path / "token").write_text("0123456789abcdef\n")
     folder = runs / "sums" / "seed0"
     board = start_board(runs, "--token-file", str(tmp_path / "token"))
-    watched = open_page()
+    watched = open_page(board)
     page = watched.page
     with lock_folder(folder):
-        response = open_page().page.goto(f"{board.url}/")
+        response = open_page(board, checked=False).page.goto(board.url)
         assert response is not None and response.status == 401
-        watched.show(f"{board.url}/?token=0123456789abcdef#/run/sums%2Fseed0/overview")
+        watched.show("?token=0123456789abcdef#/run/sums%2Fseed0/overview")
         assert "token" not in page.evaluate("location.href")
         page.get_by_role("button", name="Save now").click()
         page.get_by_text("Asked; the run answers after its step.").wait_for()
@@ -321,14 +285,10 @@ def test_a_run_is_asked_by_buttons_only_with_a_token(start_board, open_page, run
         assert request is not None and request.requests == [{"do": "scale", "models": {"policy": 4, "trainer": 2}}]
         page.get_by_label("Processes of models").wait_for()
     page.get_by_text("The run has ended, and has not answered.").wait_for()
-    watched.check(board)
-    without = start_board(runs)
     with lock_folder(runs / "sums" / "seed1"):
-        other = open_page()
-        other.show(f"{without.url}/#/run/sums%2Fseed1/overview")
+        other = open_page(start_board(runs), "#/run/sums%2Fseed1/overview")
         other.page.locator(".run-status").get_by_text("running").wait_for()
         assert other.page.get_by_role("button", name="Save now").count() == 0
-        other.check(without)
 
 
 def test_a_real_run_is_watched_saved_and_stopped(start_board, open_page, tmp_path):
@@ -337,11 +297,10 @@ def test_a_real_run_is_watched_saved_and_stopped(start_board, open_page, tmp_pat
     folder = Path(config["output"])
     wait_for((folder / "metrics.jsonl").exists, process, seconds=180)
     (tmp_path / "token").write_text("0123456789abcdef\n")
-    board = start_board(folder, "--token-file", str(tmp_path / "token"))
-    watched = open_page()
+    watched = open_page(start_board(folder, "--token-file", str(tmp_path / "token")))
     page = watched.page
     page.on("dialog", lambda dialog: dialog.accept())
-    watched.show(f"{board.url}/?token=0123456789abcdef#/run/run/overview")
+    watched.show("?token=0123456789abcdef#/run/run/overview")
     page.locator(".run-status").get_by_text("running").wait_for()
     page.locator("canvas").first.wait_for()
     assert page.locator(".sample").count() == 4
@@ -352,14 +311,12 @@ def test_a_real_run_is_watched_saved_and_stopped(start_board, open_page, tmp_pat
     page.get_by_role("button", name="Stop").click()
     page.locator(".status.ended").wait_for(timeout=60_000)
     process.communicate(timeout=60)
-    watched.check(board)
 
 
 def test_the_board_that_is_gone_is_named(board, open_page):
-    watched = open_page()
-    watched.show(f"{board.url}/#/")
+    page = open_page(board, "#/", checked=False).page
     board.process.terminate()
-    watched.page.get_by_text("The board does not answer.").wait_for()
+    page.get_by_text("The board does not answer.").wait_for()
 
 
 def test_a_long_run_stays_within_the_limits(start_board, open_page, tmp_path):
@@ -367,7 +324,7 @@ def test_a_long_run_stays_within_the_limits(start_board, open_page, tmp_path):
     make_long_run(tmp_path / "runs" / "long", 100_000, 10_000)
     add_steps(make_run(tmp_path / "runs" / "short"), range(1, 21))
     board = start_board(tmp_path / "runs")
-    watched = open_page()
+    watched = open_page(board)
     page = watched.page
     loaded: list[float] = []
     network = watched.context.new_cdp_session(page)

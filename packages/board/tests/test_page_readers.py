@@ -27,19 +27,9 @@ PNG = b"\x89PNG\r\n\x1a\n0000"
 
 
 def sample(step: int, group: int, index: int, reward: float | None, text: str = "4", **more) -> dict:
-    return {
-        "step": step,
-        "phase": "train",
-        "group": group,
-        "index": index,
-        "prompt": f"What is {group}?",
-        "response": text,
-        "reward": reward,
-        "rewards": {"digits": reward},
-        "status": "ok",
-        "versions": [[step - 1, len(text)]],
-        "row": {},
-    } | more
+    place = {"step": step, "phase": "train", "group": group, "index": index, "status": "ok", "row": {}}
+    texts = {"prompt": f"What is {group}?", "response": text, "versions": [[step - 1, len(text)]]}
+    return place | texts | {"reward": reward, "rewards": {"digits": reward}} | more
 
 
 SAMPLES = [
@@ -85,10 +75,8 @@ def test_a_run_without_samples_has_empty_lists(tmp_path):
 
 def test_groups_of_a_step(folder):
     groups = SampleReader().read_groups(folder, {"step": "1"})["groups"]
-    assert [(g["group"], g["samples"], g["flat"], g["question"]) for g in groups] == [
-        (0, 2, False, "What is 0?"),
-        (1, 2, True, "What is 1?"),
-    ]
+    expected = [(0, 2, False, "What is 0?"), (1, 2, True, "What is 1?")]
+    assert [(g["group"], g["samples"], g["flat"], g["question"]) for g in groups] == expected
     with pytest.raises(FileNotFoundError, match=r"no samples of step 7 \(train\)"):
         SampleReader().read_groups(folder, {"step": "7"})
 
@@ -235,11 +223,8 @@ def test_tokens_of_a_row_with_ratio_and_divergence(tmp_path):
     measures = row["measures"]
     assert measures["ratio"] == [None, 2.0, 1.0] and measures["advantage"] == [0, -1.5, -1.5]
     # k3 = e^-d - 1 + d, with d = log 2 at the second token and -log 2 at the third.
-    assert measures["kl"] == [
-        None,
-        pytest.approx(math.log(2) - 0.5, rel=1e-5),
-        pytest.approx(1 - math.log(2), rel=1e-5),
-    ]
+    assert measures["kl"][0] is None
+    assert measures["kl"][1:] == pytest.approx([math.log(2) - 0.5, 1 - math.log(2)], rel=1e-5)
     assert measures["loss_mask"] == [0, 1, 1] and measures["weight_version"] == [-1, 0, 1]
     assert read_row(tmp_path, 1, 2) is None
 
@@ -266,9 +251,8 @@ def test_a_sample_has_the_tokens_of_its_own_row(folder):
     name = {"step": "1", "group": "1", "index": "1"}
     found = SampleReader().read_sample(folder, name)
     assert found["tokens"]["ids"] == rows[3] and found["members"] == [0, 1] and found["response"] == "seven"
-    assert (
-        SampleReader().read_sample(folder, {"step": "2", "group": "2", "index": "0"})["tokens"] is None
-    )  # its step has no file
+    other = {"step": "2", "group": "2", "index": "0"}  # its step has no file
+    assert SampleReader().read_sample(folder, other)["tokens"] is None
     write_rollouts(folder, 1, rows[::-1], weight_version=[0] * len(versions))
     with pytest.raises(ValueError, match=r"row 3 has 6 generated tokens, and samples.jsonl says 5"):
         SampleReader().read_sample(folder, name)
@@ -361,11 +345,8 @@ def test_events_of_the_log(tmp_path):
     write_trace(tmp_path, 3)
     found = read_timeline(tmp_path, {})
     assert found["traces"] == [3, 12]
-    assert [(event["time"][-2:], event["kind"]) for event in found["events"]] == [
-        ("01", "continued"),
-        ("02", "lost"),
-        ("03", "rolled_back"),
-    ]
+    expected = [("01", "continued"), ("02", "lost"), ("03", "rolled_back")]
+    assert [(event["time"][-2:], event["kind"]) for event in found["events"]] == expected
 
 
 def test_placement_names_what_each_model_is(tmp_path):

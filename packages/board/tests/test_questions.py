@@ -1,7 +1,5 @@
 """The question of a sample, which lists show."""
 
-from __future__ import annotations
-
 import pytest
 
 from coalign_board.questions import find_question

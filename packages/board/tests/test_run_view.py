@@ -82,12 +82,8 @@ def test_samples_are_found_by_what_they_say(folder):
 def test_a_sample_is_headed_by_its_group_and_shows_the_question():
     watch = pytest.importorskip("coalign_board.watch")
     asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "And 2 + 2?"}]
-    record = sample(2, "four") | {
-        "phase": "eval",
-        "group": -3,
-        "prompt": "<|system|>Be brief.",
-        "row": {"messages": asked},
-    }
+    shown = {"phase": "eval", "group": -3, "prompt": "<|system|>Be brief.", "row": {"messages": asked}}
+    record = sample(2, "four") | shown
     text = watch.format_sample(record).plain
     assert text == "\nstep 2 · eval · evaluation prompt 3, sample 0 · reward 0.500 · ok\nAnd 2 + 2?\nfour\n"
     del record["group"]

@@ -47,10 +47,8 @@ def test_a_run_says_how_it_ended(folder, status, reason):
 def test_a_stall_counts_until_the_next_step(folder):
     with lock_folder(folder):
         StateFile(folder).note("stalled", reason="policy.generate without an answer for 900 s")
-        assert (summarise(folder)["status"], summarise(folder)["why"]) == (
-            "stalled",
-            "policy.generate without an answer for 900 s",
-        )
+        expected = ("stalled", "policy.generate without an answer for 900 s")
+        assert (summarise(folder)["status"], summarise(folder)["why"]) == expected
         add_steps(folder, [4])
         assert summarise(folder)["status"] == "running"
 

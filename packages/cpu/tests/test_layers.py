@@ -124,14 +124,8 @@ class OtherMLP(LlamaMLP):
 def test_layers_that_compute_something_else_stay():
     gelu = copy.copy(CONFIG)
     gelu.hidden_act = "gelu"
-    others = [
-        OtherNorm(24),
-        GatedNorm(24),
-        PerhapsGatedNorm(24),
-        GemmaRMSNorm(24),
-        nn.LayerNorm(24),
-        nn.LayerNorm(24, bias=False),
-    ]
+    others = [OtherNorm(24), GatedNorm(24), PerhapsGatedNorm(24), GemmaRMSNorm(24), nn.LayerNorm(24)]
+    others += [nn.LayerNorm(24, bias=False)]
     others += [OtherMLP(CONFIG), LlamaMLP(gelu), GemmaMLP(gelu), nn.Linear(24, 24), ACT2FN["silu"], nn.PReLU(24)]
     for layer in others:
         before = type(layer)

@@ -1,7 +1,5 @@
 """Compiling the kernels: once for a machine, with the compiler that is there, or not at all."""
 
-from __future__ import annotations
-
 import os
 import stat
 import sys

@@ -1,7 +1,5 @@
 """What a run adds to its error: three lines at most, only where a rule is certain, and never instead of the error."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Logs that were written without the rules: most have the right cause named, and healthy ones have none."""
 
-from __future__ import annotations
-
 import pytest
 
 from coalign_diagnose.verdict import judge

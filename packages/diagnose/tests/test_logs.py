@@ -1,7 +1,5 @@
 """What is given to `coalign diagnose`: files, folders, standard input, and what is no log at all."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys
@@ -27,14 +25,9 @@ def run(monkeypatch, capsys, *arguments):
 
 
 def test_bad_input_is_refused_in_one_line(monkeypatch, capsys, tmp_path):
-    bad = {
-        "gone.log": None,
-        "empty.log": b"",
-        "binary.log": bytes(range(256)) * 40,
-        "apt.log": b"Get:1 http://deb.debian.org bookworm InRelease\nFetched 12 kB\n" * 100,
-        "one_line.log": b"a" * 5_000_000,
-        "folder": None,
-    }
+    bad = {"gone.log": None, "folder": None, "empty.log": b"", "binary.log": bytes(range(256)) * 40}
+    bad |= {"apt.log": b"Get:1 http://deb.debian.org bookworm InRelease\nFetched 12 kB\n" * 100}
+    bad |= {"one_line.log": b"a" * 5_000_000}
     (tmp_path / "folder").mkdir()
     for name, content in bad.items():
         if content is not None:

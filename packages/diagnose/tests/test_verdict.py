@@ -1,7 +1,5 @@
 """The first error in causal order is named, across the logs of many ranks."""
 
-from __future__ import annotations
-
 from coalign_diagnose.logs import LogFile, parse_time, split_tags
 from coalign_diagnose.report import to_json, write_report
 from coalign_diagnose.verdict import judge
@@ -27,13 +25,8 @@ def files(**texts):
 
 
 def test_the_cause_of_one_rank_is_named_before_the_timeouts_of_the_others():
-    logs = files(
-        rank0=timeout(0),
-        rank1=timeout(1),
-        rank2=f"2026-03-10 10:20:00 INFO step 4\n{OOM}",
-        rank3="Broken pipe\n" + timeout(3),
-    )
-    verdict = judge(logs)
+    broken = {"rank2": f"2026-03-10 10:20:00 INFO step 4\n{OOM}", "rank3": "Broken pipe\n" + timeout(3)}
+    verdict = judge(files(rank0=timeout(0), rank1=timeout(1), **broken))
     assert name_cause(verdict) == "device-memory-backward" and verdict.origin.rank == 2
     assert [name.rule.id for name in verdict.candidates] == ["nccl-timeout"]
 
@@ -62,15 +55,11 @@ def test_an_error_that_the_run_survived_is_none():
 
 
 def test_effects_alone_are_never_named_first():
-    effects = (
-        "BrokenPipeError: [Errno 32] Broken pipe\nresource_tracker: There appear to be 1 leaked semaphore objects\n"
-    )
+    leak = "resource_tracker: There appear to be 1 leaked semaphore objects\n"
+    effects = f"BrokenPipeError: [Errno 32] Broken pipe\n{leak}"
     assert name_cause(judge_text(effects + OOM + effects)) == "device-memory-backward"
     assert name_cause(judge_text(effects)) in (None, "unknown")
-    assert (
-        name_cause(judge_text("step 1 loss 2\nresource_tracker: There appear to be 1 leaked semaphore objects\n"))
-        is None
-    )
+    assert name_cause(judge_text(f"step 1 loss 2\n{leak}")) is None
 
 
 def test_of_a_chain_the_more_exact_exception_is_named():
@@ -85,9 +74,8 @@ def test_of_a_chain_the_more_exact_exception_is_named():
 
 
 def test_the_rank_that_others_waited_for_is_named():
-    absent = judge(
-        files(**{f"rank{i}": timeout(i) for i in (0, 1, 3)}, rank2="2026-03-10 10:19:00 INFO saving the model\n")
-    )
+    others = {f"rank{i}": timeout(i) for i in (0, 1, 3)}
+    absent = judge(files(**others, rank2="2026-03-10 10:19:00 INFO saving the model\n"))
     assert name_cause(absent) == "nccl-timeout" and absent.origin.rank == 2
     assert absent.evidence[-1] == ("rank2.log:1", "2026-03-10 10:19:00 INFO saving the model")
     other = judge(files(**{f"rank{i}": timeout(i, operation="BROADCAST" if i == 1 else "ALLREDUCE") for i in range(4)}))
@@ -111,17 +99,9 @@ def test_an_unknown_exception_is_shown_with_the_innermost_frame_of_own_code():
 def test_processes_are_told_apart_where_their_lines_are_mixed():
     lines = []
     for rank, error in enumerate(("ValueError: first", "KeyError: 'zweites'")):
-        lines.append(
-            [
-                f"[rank{rank}]: {line}"
-                for line in (
-                    "Traceback (most recent call last):",
-                    f'  File "/home/me/r{rank}.py", line 5, in main',
-                    "    x()",
-                    error,
-                )
-            ]
-        )
+        frame = f'  File "/home/me/r{rank}.py", line 5, in main'
+        trace = ("Traceback (most recent call last):", frame, "    x()", error)
+        lines.append([f"[rank{rank}]: {line}" for line in trace])
     mixed = "\n".join(line for pair in zip(*lines, strict=True) for line in pair) + "\n"
     verdict = judge_text(mixed)
     assert name_cause(verdict) == "user-code" and verdict.origin.rank == 0
@@ -147,13 +127,8 @@ def test_tags_and_times_of_many_tools_are_read():
     ]:
         origin, bare = split_tags(text)
         assert (origin.rank, origin.node, origin.pid) == (rank, node, pid) and bare in ("x", "\t"), text
-    times = [
-        "2026-03-10 15:07:20,500",
-        "2026-03-10T15:07:20.5",
-        "[E310 15:07:20.5000 x",
-        "ERROR 03-10 15:07:20.5",
-        "2026/03/10 15:07:20.5",
-    ]
+    times = ["2026-03-10 15:07:20,500", "2026-03-10T15:07:20.5", "[E310 15:07:20.5000 x", "2026/03/10 15:07:20.5"]
+    times += ["ERROR 03-10 15:07:20.5"]
     assert len({parse_time(text, 2026) for text in times}) == 1
     assert parse_time("Mar 10 15:07:20 node kernel: x", 2026) == parse_time("2026-03-10 15:07:20")
     assert parse_time("no time here") is None

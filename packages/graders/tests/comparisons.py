@@ -26,10 +26,6 @@ def first_one(first, second):
     return 0.8
 
 
-def length(s):
-    return float(len(s.response))
-
-
 def strange(first, second, *, returned):
     return {"none": None, "text": "1", "two": 2.0, "below": -0.1, "nan": float("nan")}[returned]
 

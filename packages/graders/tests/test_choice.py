@@ -7,74 +7,37 @@ import pytest
 from coalign_graders.choice import find_choice, multiple_choice
 from tests.rewards.samples import sample
 
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "The answer is B",
-        "The answer is (B).",
-        "the answer is: **B**",
-        "The correct answer is B, because the others are wrong.",
-        "So the correct option is (b).",
-        "The best choice is 'B'",
-        "Answer: B",
-        "**Answer:** B",
-        "ANSWER: b.",
-        "answer is B",
-        "#### B",
-        r"\boxed{B}",
-        r"\boxed{\text{B}}",
-        r"$\boxed{\textbf{(B)}}$",
-        r"The final answer is $\boxed{B}$.",
-        "The answer is B) Paris",
-        "The answer is B. Paris is the capital.",
-        "The answer is B because A or C cannot be.",
-        "**Answer**: B",
-        "**Final Answer:**\n\n**B**",
-        "The right choice: B",
-        "B",
-        "(B)",
-        "b",
-        "**B.**",
-        "B) Paris",
-        "B. Paris",
-        "Let me think.\nA is wrong.\n\nB",
-        "The answer is A. No, wait: the answer is B.",
-        "The answer is B\nAnswer:",
-        "The answer is\nunclear at first.\nAnswer: B",
-        "A good question. The answer is B",
-        "<answer>The answer is B</answer>",
-    ],
-)
-def test_b_is_settled_on(text):
-    assert find_choice(text, "ABCDE") == "B"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "The answer is A or B",
-        "The answer is A/B.",
-        "The answer is (A), (B)",
-        "The answer is A and C",
-        "Answer: A, B, and C",
-        "The answer is Paris",
-        "The answer is Berlin",
-        "The answer is a matter of taste",
+SETTLED = [
+    *("The answer is B", "The answer is (B).", "the answer is: **B**", "So the correct option is (b).", "answer is B"),
+    *("The correct answer is B, because the others are wrong.", "The answer is B because A or C cannot be."),
+    *("The best choice is 'B'", "The right choice: B", "Answer: B", "**Answer:** B", "ANSWER: b.", "**Answer**: B"),
+    *("**Final Answer:**\n\n**B**", "#### B", r"\boxed{B}", r"\boxed{\text{B}}", r"$\boxed{\textbf{(B)}}$"),
+    *(r"The final answer is $\boxed{B}$.", "The answer is B) Paris", "The answer is B. Paris is the capital."),
+    *("B", "(B)", "b", "**B.**", "B) Paris", "B. Paris", "Let me think.\nA is wrong.\n\nB"),
+    *("The answer is A. No, wait: the answer is B.", "The answer is B\nAnswer:", "<answer>The answer is B</answer>"),
+    *("The answer is\nunclear at first.\nAnswer: B", "A good question. The answer is B"),
+]
+OPEN = [
+    *("", "The answer is A or B", "The answer is A/B.", "The answer is (A), (B)", "The answer is A and C", "Because"),
+    *("Answer: A, B, and C", "The answer is Paris", "The answer is Berlin", "The answer is a matter of taste"),
+    *(
         "The answer is A train",
         "The answer is B2",
         "The answer is F",
         "A train leaves at noon.",
-        "The option B is wrong.",
-        "The only other option is C, which is wrong.",
-        "I think B is likely, but C could be right",
         "Both are fine:\nA, B",
-        "Because",
-        r"\boxed{42}",
-        r"\boxed{}",
-    ],
-)
+    ),
+    *("The option B is wrong.", "The only other option is C, which is wrong.", r"\boxed{42}", r"\boxed{}"),
+    "I think B is likely, but C could be right",
+]
+
+
+@pytest.mark.parametrize("text", SETTLED)
+def test_b_is_settled_on(text):
+    assert find_choice(text, "ABCDE") == "B"
+
+
+@pytest.mark.parametrize("text", OPEN)
 def test_none_is_settled_on(text):
     assert find_choice(text, "ABCDE") is None
 

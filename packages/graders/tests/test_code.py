@@ -2,7 +2,6 @@
 
 import asyncio
 import sys
-import time
 
 import pytest
 
@@ -99,14 +98,8 @@ def test_functions_and_methods_by_name():
 @linux
 def test_a_program_ends_as_in_any_interpreter():
     cases = [{"input": "", "output": "6"}]
-    ends = [
-        "exit()",
-        "quit()",
-        "exit(0)",
-        "import sys; sys.exit()",
-        "raise SystemExit",
-        "copyright, credits, license, help",
-    ]
+    ends = ["exit()", "quit()", "exit(0)", "import sys; sys.exit()", "raise SystemExit"]
+    ends += ["copyright, credits, license, help"]
     assert score([f"print(6); {end}" for end in ends], cases) == [1.0] * len(ends)
     assert score(["print(6); exit(1)", "print(6); exit('no')"], cases) == [0.0, 0.0]
 
@@ -136,17 +129,6 @@ def test_a_functional_result_stands_in_no_list_of_its_own():
     case = {"input": "5", "output": "[5]", "testtype": "functional", "func_name": "f"}
     assert score(["def f(x): return x", "def f(x): return [x]"], [case]) == [0.0, 1.0]
     assert score("print(input())", [{"input": "5", "output": "5", "testtype": "stdin"}]) == 1.0
-
-
-def test_functional_tests_that_cannot_be_read():
-    for case, message in (
-        (FUNCTIONAL, "neither it nor the row's `metadata` has a `func_name`"),
-        (FUNCTIONAL | {"testtype": "interactive"}, "testtype is 'interactive'; expected `stdin` or `functional`"),
-        (FUNCTIONAL | {"func_name": "f", "input": "1 2"}, "a test of f is .*expected JSON"),
-        (FUNCTIONAL | {"func_name": "a.b"}, "fn_name is 'a.b'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            read_tests([case])
 
 
 # Each of them would pass a harness that looks at exit codes, at output, or compares beside the code.
@@ -297,37 +279,39 @@ def test_what_is_judged_beside_the_code_is_counted():
     assert asyncio.run(code(row, **PATIENT))["forgeable"] == 0.5
 
 
-def test_rows_without_usable_tests_are_failures_of_the_reward():
+NO_TESTS = [
+    ([], "are empty"),
+    (5, "tests are 5; expected a list of assert"),
+    ([{"in": 1}], "expected a list"),
+    ({"inputs": ["1"], "outputs": []}, "shorter"),
+    ({"fn_name": "a.b", "inputs": [[1]], "outputs": [1]}, "name of a function"),
+    ({"fn_name": "class", "inputs": [[1]], "outputs": [1]}, "name of a function"),
+    ({"fn_name": 5, "inputs": [[1]], "outputs": [1]}, "name of a function"),
+    ({"fn_name": "f", "inputs": [1], "outputs": [1]}, "the list of its arguments"),
+    ({"inputs": 5, "outputs": 5}, "expected a list"),
+    ("[" * 10**5, "nested too deeply"),
+    ([FUNCTIONAL], "neither it nor the row's `metadata` has a `func_name`"),
+    ([FUNCTIONAL | {"testtype": "interactive"}], "testtype is 'interactive'; expected `stdin` or `functional`"),
+    ([FUNCTIONAL | {"func_name": "f", "input": "1 2"}], "a test of f is .*expected JSON"),
+    ([FUNCTIONAL | {"func_name": "a.b"}], "fn_name is 'a.b'"),
+]
+
+
+@pytest.mark.parametrize(("tests", "message"), NO_TESTS, ids=[message for _, message in NO_TESTS])
+def test_tests_that_cannot_be_read_are_failures_of_the_reward(tests, message):
+    with pytest.raises(ValueError, match=message):
+        read_tests(tests)
+
+
+def test_a_row_without_tests_is_a_failure_of_the_reward():
     with pytest.raises(KeyError, match=r"no tests in 'tests'; it has \['answer'\] \(set tests_key\)"):
         asyncio.run(code(sample("x", answer=1)))
-    for tests, message in (
-        ([], "are empty"),
-        (5, "tests are 5; expected a list of assert"),
-        ([{"in": 1}], "expected a list"),
-        ({"inputs": ["1"], "outputs": []}, "shorter"),
-        ({"fn_name": "a.b", "inputs": [[1]], "outputs": [1]}, "name of a function"),
-        ({"fn_name": "class", "inputs": [[1]], "outputs": [1]}, "name of a function"),
-        ({"fn_name": 5, "inputs": [[1]], "outputs": [1]}, "name of a function"),
-        ({"fn_name": "f", "inputs": [1], "outputs": [1]}, "the list of its arguments"),
-        ({"inputs": 5, "outputs": 5}, "expected a list"),
-        ("[" * 10**5, "nested too deeply"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            read_tests(tests)
 
 
 HOSTILE = (
     *("", "[" * 10**5, "-" * 10**5 + "1", "__import__('os')", "\0", "9" * 10**5, "f()", "1 +", "{[]: 1}", "{{}}", "5"),
-    *(
-        "{0x" + "f" * 10**4 + ": 1}",
-        "0x" + "f" * 10**4,
-        "1e999",
-        "\ud800",
-        "'\\N{x}'",
-        "b'\\xf'",
-        "1 if 1 else 2",
-        "*a",
-    ),
+    *("{0x" + "f" * 10**4 + ": 1}", "0x" + "f" * 10**4, "1e999", "\ud800", "'\\N{x}'", "b'\\xf'", "1 if 1 else 2"),
+    "*a",
 )
 
 
@@ -357,16 +341,8 @@ def test_an_interrupt_of_the_supervisor_is_a_verdict():
     assert score([interrupt, interrupt.replace("os.getppid()", "0")], ASSERTS) == [0.0, 0.0]
 
 
-def test_blanks_do_not_freeze_the_reading_of_a_response():
-    begun = time.process_time()
-    for blank in ("```" + " " * 10**5 + "`", ("```" + " " * 100) * 10**3, "`" * 10**5, (" " * 10**3 + "\n") * 100):
-        assert extract_code(blank + "\nx")
-    assert time.process_time() - begun < 5
-
-
 def test_a_machine_that_cannot_keep_what_is_required(monkeypatch):
     monkeypatch.setattr(sandbox, "find_shortfalls", lambda processes: {"files": "Landlock"})
-    with pytest.raises(
-        sandbox.LimitNotEnforceable, match=r"files \(needs Landlock\).*`require: \[network, libraries, disk, signals, "
-    ):
+    message = r"files \(needs Landlock\).*`require: \[network, libraries, disk, signals, "
+    with pytest.raises(sandbox.LimitNotEnforceable, match=message):
         asyncio.run(code(sample("x", tests=ASSERTS)))

@@ -20,74 +20,12 @@ FAST, SLOW = 500, 10_000
 
 # Pieces of Python that meet in odd places, and literals that are no such.
 PIECES = (
-    *(
-        "assert ",
-        "f(1)",
-        "f(x)",
-        " == ",
-        " != ",
-        " is ",
-        " in ",
-        " < ",
-        " and ",
-        " or ",
-        "not ",
-        "abs(",
-        "set(",
-        "[",
-        "]",
-    ),
-    *(
-        "{",
-        "}",
-        "(",
-        ")",
-        ":",
-        ",",
-        "-",
-        "~",
-        "0x",
-        "1e999",
-        "9" * 5000,
-        "'",
-        '"""',
-        "\\",
-        "\n",
-        "    ",
-        "\t",
-        "\0",
-        "#",
-    ),
-    *(
-        "def check(candidate):\n",
-        "return",
-        "lambda",
-        "yield",
-        "await ",
-        "*",
-        "**",
-        "==",
-        "math.isclose(",
-        "float('inf')",
-    ),
-    *(
-        "b'x'",
-        "...",
-        "None",
-        "True",
-        "1j",
-        "\ud800",
-        "é",
-        "```python\n",
-        "```",
-        "</think>",
-        "class C:",
-        ";",
-        "@",
-        "%",
-        ":=",
-    ),
-    *("{[]: 1}", "{{}}", "__answer__(", "import os", "if 1:", "sorted(", "raise", "0.1", "candidate", "10**400"),
+    *("assert ", "f(1)", "f(x)", " == ", " != ", " is ", " in ", " < ", " and ", " or ", "not ", "abs(", "set(", "["),
+    *("]", "{", "}", "(", ")", ":", ",", "-", "~", "0x", "1e999", "9" * 5000, "'", '"""', "\\", "\n", "    ", "\t"),
+    *("\0", "#", "def check(candidate):\n", "return", "lambda", "yield", "await ", "*", "**", "==", "math.isclose("),
+    *("float('inf')", "b'x'", "...", "None", "True", "1j", "\ud800", "é", "```python\n", "```", "</think>", "class C:"),
+    *(";", "@", "%", ":=", "{[]: 1}", "{{}}", "__answer__(", "import os", "if 1:", "sorted(", "raise", "0.1"),
+    *("candidate", "10**400"),
 )
 TEXTS = st.one_of(
     st.text(max_size=60),
@@ -163,24 +101,16 @@ def judge_in_time(response, source, entry, reports):
     assert time.thread_time() - begun < SECONDS
 
 
-def fuzz(cases):
-    run = given(TEXTS, TESTS, st.one_of(st.none(), st.just("f"), TEXTS), st.lists(REPORTS, min_size=1, max_size=2))(
-        judge_in_time
-    )
-    quiet = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
-    settings(max_examples=cases, deadline=None, database=None, derandomize=cases == FAST, suppress_health_check=quiet)(
-        run
-    )()
+MANY = [pytest.mark.slow, pytest.mark.timeout(1800)]
+QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
 
-def test_a_verdict_or_a_documented_error():
-    fuzz(FAST)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_a_verdict_or_a_documented_error_many_times():
-    fuzz(SLOW)
+@pytest.mark.parametrize("cases", [FAST, pytest.param(SLOW, marks=MANY)])
+def test_a_verdict_or_a_documented_error(cases):
+    entries, reports = st.one_of(st.none(), st.just("f"), TEXTS), st.lists(REPORTS, min_size=1, max_size=2)
+    run = given(TEXTS, TESTS, entries, reports)(judge_in_time)
+    repeated = {"derandomize": cases == FAST, "suppress_health_check": QUIET}
+    settings(max_examples=cases, deadline=None, database=None, **repeated)(run)()
 
 
 @settings(max_examples=FAST // 5, deadline=None, database=None, derandomize=True)
@@ -229,11 +159,11 @@ def test_hostile_objects_in_jail(act):
         tests = [*read_tests("def check(c):\n    assert c(1) == 1\n", "f"), *read_tests(["assert abs(f(1) - 1) < 5"])]
         calls = read_tests({"fn_name": "f", "inputs": [[1]], "outputs": [1.5]})
         async with Sandbox(SandboxLimits(seconds=1.0, output_kb=8)) as box:
-            for text, times, shape in [
+            for text, times, shape in (
                 ("{[]: 1}", 1, "Odd()"),
                 ("[", 4000, "[Odd()]"),
                 ("1,", 10**6, "{Odd(): Odd()}"),
-            ]:
+            ):
                 source = HOSTILE.format(text=text, times=times, number=2**61, act=act, shape=shape)
                 for test in tests + calls:
                     yield test.passes(await box.run(source, **test.request))

@@ -12,23 +12,27 @@ def sample(response, prompt="How far is the moon?", row=None):
     return Sample(group=3, index=0, tokens=NONE, loss_mask=NONE, logprobs=NONE, **texts, meta=row or {})
 
 
+GRADES = {
+    "Clear and right. Grade: 10": 1.0,
+    "Grade: 1": 0.0,
+    "**Grade:** 5.5": 0.5,
+    "At first I thought grade: 2, but no.\nGrade: 7": (7 - 1) / 9,
+    "GRADE 10/10": 1.0,
+} | dict.fromkeys(["Grade: 11", "Grade: -3", "10", "I cannot grade this.", ""])
+COMPARISONS = {
+    "Both are fine. Verdict: A": 1.0,
+    "Verdict: **B**": 0.0,
+    "verdict: Tie.": 0.5,
+    "Verdict: A? On second thoughts:\nVerdict: B": 0.0,
+} | dict.fromkeys(["Verdict: C", "A"])
+
+
 @pytest.mark.parametrize(
-    ("answer", "verdict"),
-    [
-        ("Clear and right. Grade: 10", 1.0),
-        ("Grade: 1", 0.0),
-        ("**Grade:** 5.5", 0.5),
-        ("At first I thought grade: 2, but no.\nGrade: 7", (7 - 1) / 9),
-        ("GRADE 10/10", 1.0),
-        ("Grade: 11", None),
-        ("Grade: -3", None),
-        ("10", None),
-        ("I cannot grade this.", None),
-        ("", None),
-    ],
+    ("judging", "answer", "verdict"),
+    [*((Pointwise, *row) for row in GRADES.items()), *((Pairwise, *row) for row in COMPARISONS.items())],
 )
-def test_a_grade_is_read_or_there_is_none(answer, verdict):
-    assert Pointwise().verdict(answer) == pytest.approx(verdict)
+def test_a_verdict_is_read_or_there_is_none(judging, answer, verdict):
+    assert judging().verdict(answer) == pytest.approx(verdict)
 
 
 def test_grades_have_a_scale_of_ones_own():
@@ -65,21 +69,6 @@ def test_the_prompt_is_shown_as_people_read_it():
 def test_braces_of_a_response_are_left_alone():
     (question,) = Pointwise(template="{prompt}|{response}").ask([sample("{'x': {prompt}}")])
     assert question[0]["content"] == "How far is the moon?|{'x': {prompt}}"
-
-
-@pytest.mark.parametrize(
-    ("answer", "verdict"),
-    [
-        ("Both are fine. Verdict: A", 1.0),
-        ("Verdict: **B**", 0.0),
-        ("verdict: Tie.", 0.5),
-        ("Verdict: A? On second thoughts:\nVerdict: B", 0.0),
-        ("Verdict: C", None),
-        ("A", None),
-    ],
-)
-def test_a_comparison_is_read_or_there_is_none(answer, verdict):
-    assert Pairwise().verdict(answer) == verdict
 
 
 def test_both_orders_are_asked():

@@ -3,7 +3,6 @@
 import gzip
 import logging
 import math
-import socket
 import threading
 import time
 from email.utils import formatdate
@@ -44,12 +43,6 @@ def score(caller, function, samples=SAMPLES):
 
 def rewards(outcomes):
     return [one.reason if isinstance(one, RewardFailure) else one["reward"] for one in outcomes]
-
-
-def free_port():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
 
 
 def test_what_is_sent_is_what_openrlhf_sends(caller, service):
@@ -110,10 +103,8 @@ def test_no_more_requests_at_once_than_allowed(caller, service):
 def test_extra_logs_that_are_numbers_become_entries(caller, service):
     logs = {"accuracy": [1, 0.5], "names": ["a", "b"], "short": [1.0], "total": 3.0}
     server = service((200, {"rewards": [0.5, 2], "scores": [1, 1], "extra_logs": logs}, {}))
-    assert score(caller, remote(server), SAMPLES[:2]) == [
-        {"reward": 0.5, "accuracy": 1.0},
-        {"reward": 2.0, "accuracy": 0.5},
-    ]
+    expected = [{"reward": 0.5, "accuracy": 1.0}, {"reward": 2.0, "accuracy": 0.5}]
+    assert score(caller, remote(server), SAMPLES[:2]) == expected
 
 
 @pytest.mark.parametrize(
@@ -131,10 +122,7 @@ def test_extra_logs_that_are_numbers_become_entries(caller, service):
         ((502, b"Bad Gateway", {}), "answered 502: Bad Gateway"),
         ((429, b"slow down", {}), "answered 429: slow down"),
         ((408, b"", {}), "answered 408"),
-        (
-            (200, gzip.compress(b"0" * 2**25), {"Content-Encoding": "gzip"}),
-            "compressed (gzip)",
-        ),
+        ((200, gzip.compress(b"0" * 2**25), {"Content-Encoding": "gzip"}), "compressed (gzip)"),
         ((200, b"0" * (2**24 + 1), {}), "more than 16777216 bytes"),
         ((200, b"[" * 100_000, {}), "no JSON"),
         ((200, b'{"rewards": [1, 1' + b"0" * 5000 + b"]}", {}), "no JSON"),
@@ -150,11 +138,6 @@ def test_an_answer_without_rewards_fails_the_samples_and_is_asked_for_again(call
     server = service(answer)
     assert rewards(score(caller, remote(server, retries=1), SAMPLES[1:3])) == [1.0, 2.0]
     assert len(server.bodies) == 2
-
-
-def test_numbers_too_large_for_a_float_are_no_rewards(caller, service):
-    server = service((200, {"rewards": [10**400, 1], "extra_logs": {"x": [10**400, 1]}}, {}))
-    assert rewards(score(caller, remote(server), SAMPLES[:2])) == ["not_finite", 1.0]
 
 
 @CASES
@@ -186,10 +169,11 @@ def test_any_retry_after_is_read_or_ignored(cases):
     try_cases(st.text() | damage(formatdate().encode()).map(lambda raw: raw.decode("latin-1")), check, cases)
 
 
-@pytest.mark.parametrize("seconds", ["9" * 400, "Sun, 22 Nov 99999 20:00:00 GMT"])
-def test_retry_after_has_no_number_of_no_end(caller, service, seconds):
+@pytest.mark.parametrize("seconds", ["9" * 400, "Sun, 22 Nov 99999 20:00:00 GMT", "soon"])
+def test_a_retry_after_that_is_no_number_of_seconds_is_ignored(caller, service, seconds):
     server = service((429, b"", {"Retry-After": seconds}))
     assert rewards(score(caller, remote(server), SAMPLES[:1])) == ["service"]
+    assert rewards(score(caller, remote(server, retries=1), SAMPLES[3:4])) == [3.0]
 
 
 @pytest.mark.parametrize("status", [301, 400, 401, 404, 413, 422])
@@ -208,9 +192,17 @@ def test_a_sample_without_a_reward_fails_alone_and_for_good(caller, service):
     assert str(outcomes[1].error) == f"{server.url}: no reward: nothing to read"
 
 
-def test_nan_and_texts_are_no_rewards(caller, service):
-    server = service((200, b'{"rewards": [1.0, NaN, Infinity, "2"]}', {}))
-    assert rewards(score(caller, remote(server), SAMPLES[:4])) == [1.0, "not_finite", "not_finite", "wrong_type"]
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (b'{"rewards": [1.0, NaN, Infinity, "2"]}', [1.0, "not_finite", "not_finite", "wrong_type"]),
+        ({"rewards": [10**400, 1], "extra_logs": {"x": [10**400, 1]}}, ["not_finite", 1.0]),
+    ],
+    ids=["nan and texts", "too large for a float"],
+)
+def test_what_is_no_reward(caller, service, body, expected):
+    server = service((200, body, {}))
+    assert rewards(score(caller, remote(server), SAMPLES[: len(expected)])) == expected
 
 
 def test_only_the_samples_of_a_failed_request_are_sent_again(caller, service):
@@ -235,43 +227,6 @@ def test_retry_after_is_honoured(caller, service, status, form):
     begun = time.monotonic()
     assert rewards(score(caller, remote(server, retries=1), SAMPLES[3:4])) == [3.0]
     assert time.monotonic() - begun >= 0.9
-
-
-def test_a_strange_retry_after_is_no_reason_to_fail(caller, service):
-    server = service((503, {}, {"Retry-After": "soon"}))
-    assert rewards(score(caller, remote(server, retries=1), SAMPLES[3:4])) == [3.0]
-
-
-def test_no_answer_in_time(caller, service):
-    release = threading.Event()
-    server = service(lambda body: release.wait(30) and lengths(body))
-    assert rewards(score(caller, remote(server, timeout=0.3), SAMPLES[:2])) == ["service"] * 2
-    assert rewards(score(caller, remote(server), SAMPLES[:2])) == [0.0, 1.0]
-    release.set()
-
-
-def test_nobody_there(caller):
-    outcomes = score(caller, remote(f"http://127.0.0.1:{free_port()}/get_reward"), SAMPLES[:2])
-    assert rewards(outcomes) == ["service"] * 2 and "ConnectError" in str(outcomes[0].error)
-
-
-def test_a_service_that_hangs_up(caller):
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def hang_up():
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            connection.recv(1)
-            connection.close()
-
-    threading.Thread(target=hang_up, daemon=True).start()
-    outcomes = score(caller, remote(f"http://127.0.0.1:{listener.getsockname()[1]}/"), SAMPLES[:2])
-    assert rewards(outcomes) == ["service"] * 2
-    assert any(word in str(outcomes[0].error) for word in ("ReadError", "RemoteProtocolError", "WriteError"))
-    listener.close()
 
 
 def test_services_are_taken_in_turn(caller, service):
@@ -331,16 +286,13 @@ def test_an_outage_is_outlasted_by_enough_retries(caller, service):
         (500, {}, {}),
         (503, {}, {"Retry-After": "0"}),
         (200, b"<html>", {}),
-        (200, {"rewards": [1.0]}, {}),
-        (200, {"rewards": []}, {}),
-        (200, b"[" * 100_000, {}),
-        (200, b'{"rewards": [' + b",".join([b"NaN"] * 10) + b"]}", {}),
-        (200, b'{"rewards": [' + b",".join([b"1" + b"0" * 400] * 10) + b"]}", {}),
+        (200, {"rewards": [math.nan] * 10}, {}),
+        (200, {"rewards": [10**400] * 10}, {}),
         (200, {"rewards": ["good"] * 10}, {}),
         "reset",
         "silence",
     ],
-    ids=["500", "503", "html", "few", "none", "nested", "nan", "huge", "texts", "reset", "silence"],
+    ids=["500", "503", "html", "nan", "huge", "texts", "reset", "silence"],
 )
 def test_a_service_that_fails_for_a_while_costs_no_sample(caller, service, broken):
     def answer(body):
@@ -359,18 +311,16 @@ def test_a_service_that_fails_for_a_while_costs_no_sample(caller, service, broke
 
 
 def test_one_sample_of_nan_holds_up_nothing(caller, service):
-    server = service(
-        answer=lambda body: (200, {"rewards": [math.nan if x == "a3" else 1.0 for x in body["labels"]]}, {})
-    )
+    server = service(answer=lambda body: (200, {"rewards": [math.nan if x == "a3" else 1 for x in body["labels"]]}, {}))
     start = time.monotonic()
     assert rewards(score(caller, remote(server, patience=600.0))) == [1.0] * 3 + ["not_finite"] + [1.0] * 6
     assert time.monotonic() - start < 10 and not caller.service_failures.total()
 
 
 def test_a_service_that_stays_away_fails_its_samples_once_patience_is_over(caller):
-    function = remote(f"http://127.0.0.1:{free_port()}/get_reward", patience=0.5)
     start = time.monotonic()
-    assert rewards(score(caller, function)) == ["service"] * 10
+    outcomes = score(caller, remote("http://127.0.0.1:1/get_reward", patience=0.5))
+    assert rewards(outcomes) == ["service"] * 10 and "ConnectError" in str(outcomes[0].error)
     assert 0.4 < time.monotonic() - start < 10
 
 

@@ -21,11 +21,8 @@ def test_exact_match_and_contains():
 
 
 def test_of_a_list_of_truths_any_is_right():
-    assert (
-        exact_match(sample("b", answer=["a", "b"]))
-        == exact_match(sample("B", answer=("a", "b")), ignore_case=True)
-        == 1
-    )
+    assert exact_match(sample("b", answer=["a", "b"])) == 1
+    assert exact_match(sample("B", answer=("a", "b")), ignore_case=True) == 1
     assert exact_match(sample("['a', 'b']", answer=["a", "b"])) == contains(sample("it is c", answer=["a", "b"])) == 0
     assert contains(sample("it is 2", answer=[1, 2])) == 1.0
     assert multiple_choice(sample("Answer: C", answer=["B", "C"])) == 1.0
@@ -91,32 +88,20 @@ def test_length_penalty_refuses_an_impossible_buffer():
 GOOD = "<think>2+2 is 4</think>\n<answer>4</answer>"
 
 
-@pytest.mark.parametrize(
-    ("response", "expected"),
-    [
-        (GOOD, 1.0),
-        (f"  {GOOD}\n", 1.0),
-        ("<think>a</think><answer><b>4</b></answer>", 1.0),
-        ("", 0.0),
-        ("4", 0.0),
-        (f"Sure! {GOOD}", 0.0),
-        (f"{GOOD} Bye.", 0.0),
-        ("<think>a</think> so <answer>4</answer>", 0.0),
-        ("<think></think><answer>4</answer>", 0.0),
-        ("<think>a</think><answer> \n</answer>", 0.0),
-        ("<answer>4</answer><think>a</think>", 0.0),
-        ("<think>a<answer>4</answer></think>", 0.0),
-        ("<think>a</think><answer>4", 0.0),
-        ("a</think><answer>4</answer>", 0.0),
-        ("<think>a</think><think>b</think><answer>4</answer>", 0.0),
-        ("<think>a</think><answer>4</answer><answer>5</answer>", 0.0),
-        ("<think>I write <answer> next</think><answer>4</answer>", 0.0),
-        ("</think><think>a<answer>4</answer>", 0.0),
-        ("<Think>a</Think><answer>4</answer>", 0.0),
-    ],
-)
-def test_tags_once_each_in_order_and_nothing_else(response, expected):
-    assert tags(sample(response)) == expected
+TAGGED = [GOOD, f"  {GOOD}\n", "<think>a</think><answer><b>4</b></answer>"]
+NOT_TAGGED = [
+    *("", "4", f"Sure! {GOOD}", f"{GOOD} Bye.", "<think>a</think> so <answer>4</answer>"),
+    *("<think></think><answer>4</answer>", "<think>a</think><answer> \n</answer>", "<think>a</think><answer>4"),
+    *("<answer>4</answer><think>a</think>", "<think>a<answer>4</answer></think>", "a</think><answer>4</answer>"),
+    *("<think>a</think><think>b</think><answer>4</answer>", "<think>a</think><answer>4</answer><answer>5</answer>"),
+    *("<think>I write <answer> next</think><answer>4</answer>", "</think><think>a<answer>4</answer>"),
+    "<Think>a</Think><answer>4</answer>",
+]
+
+
+@pytest.mark.parametrize("response", TAGGED + NOT_TAGGED)
+def test_tags_once_each_in_order_and_nothing_else(response):
+    assert tags(sample(response)) == (response in TAGGED)
 
 
 def test_tags_with_other_names_and_rules():

@@ -1,6 +1,7 @@
 """A directory with a configuration and people's own code, as the current one."""
 
 import json
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,14 @@ def here(tmp_path, monkeypatch) -> Path:
     (directory / "rows.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
     monkeypatch.chdir(directory)
     return directory
+
+
+@contextmanager
+def refused_in_one_line(said: str):
+    """What is done within this context is refused by a line that holds ``said``."""
+    with pytest.raises(ValueError) as refused:
+        yield
+    assert said in str(refused.value) and "\n" not in str(refused.value)
 
 
 def write(directory: Path, algorithm: str = "sft", **sections) -> str:

@@ -9,7 +9,7 @@ checks them.
 from typing import Any
 
 TEXT, WHOLE, NUMBER, FLAG = {"type": "string"}, {"type": "integer"}, {"type": "number"}, {"type": "boolean"}
-TEXTS = {"type": "object", "additionalProperties": TEXT}
+OBJECT, TEXTS = {"type": "object"}, {"type": "object", "additionalProperties": TEXT}
 TEMPLATE = {"type": "object", "properties": {"metadata": {"type": "object"}, "spec": {"type": "object"}}}
 TEMPLATE |= {"additionalProperties": False, "required": ["spec"]}
 
@@ -18,66 +18,42 @@ def record(required: tuple[str, ...] = (), **fields: Any) -> dict[str, Any]:
     return {"type": "object", "properties": fields, "required": [*required], "additionalProperties": False}
 
 
+def of(schema: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Fields of the same type."""
+    return dict.fromkeys(names, schema)
+
+
 GROUP = {"rayStartParams": TEXTS, "template": TEMPLATE, "resources": TEXTS, "labels": TEXTS}
-HEAD = record(
-    ("rayStartParams", "template"),
-    **GROUP,
-    enableIngress=FLAG,
-    headService={"type": "object"},
-    serviceType=TEXT,
-)
-WORKERS = record(
-    ("groupName", "maxReplicas", "minReplicas", "rayStartParams", "template"),
-    **GROUP,
-    groupName=TEXT,
-    replicas=WHOLE,
-    minReplicas=WHOLE,
-    maxReplicas=WHOLE,
-    numOfHosts=WHOLE,
-    idleTimeoutSeconds=WHOLE,
-    suspend=FLAG,
-    scaleStrategy={"type": "object"},
-)
+HEAD = {"enableIngress": FLAG, "headService": OBJECT, "serviceType": TEXT}
+SIZES = of(WHOLE, "replicas", "minReplicas", "maxReplicas", "numOfHosts", "idleTimeoutSeconds")
+WORKERS = {"groupName": TEXT, **SIZES, "suspend": FLAG, "scaleStrategy": OBJECT}
+NAMED = ("groupName", "maxReplicas", "minReplicas", "rayStartParams", "template")
 CLUSTER = record(
     ("headGroupSpec",),
     authOptions=record(mode={"enum": ["disabled", "token"]}, enableK8sTokenAuth=FLAG, secretName=TEXT),
-    autoscalerOptions={"type": "object"},
-    enableInTreeAutoscaling=FLAG,
-    gcsFaultToleranceOptions={"type": "object"},
-    headGroupSpec=HEAD,
+    headGroupSpec=record(("rayStartParams", "template"), **GROUP, **HEAD),
+    workerGroupSpecs={"type": "array", "items": record(NAMED, **GROUP, **WORKERS)},
     headServiceAnnotations=TEXTS,
-    managedBy=TEXT,
-    networkPolicy={"type": "object"},
-    rayVersion=TEXT,
-    suspend=FLAG,
-    upgradeStrategy={"type": "object"},
-    workerGroupSpecs={"type": "array", "items": WORKERS},
+    **of(OBJECT, "autoscalerOptions", "gcsFaultToleranceOptions", "networkPolicy", "upgradeStrategy"),
+    **of(FLAG, "enableInTreeAutoscaling", "suspend"),
+    **of(TEXT, "managedBy", "rayVersion"),
+)
+SPEC = record(
+    rayClusterSpec=CLUSTER,
+    submissionMode={"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode", "SidecarMode"]},
+    submitterConfig=record(backoffLimit=WHOLE),
+    submitterPodTemplate=TEMPLATE,
+    deletionStrategy=OBJECT,
+    **of(WHOLE, "activeDeadlineSeconds", "backoffLimit", "preRunningDeadlineSeconds", "ttlSecondsAfterFinished"),
+    **of(TEXT, "entrypoint", "entrypointResources", "jobId", "managedBy", "runtimeEnvYAML"),
+    **of(TEXTS, "clusterSelector", "metadata"),
+    **of(NUMBER, "entrypointNumCpus", "entrypointNumGpus"),
+    **of(FLAG, "shutdownAfterJobFinishes", "suspend"),
 )
 RAYJOB = record(
     ("apiVersion", "kind", "metadata", "spec"),
     apiVersion={"const": "ray.io/v1"},
     kind={"const": "RayJob"},
     metadata=record(("name",), name=TEXT, namespace=TEXT, labels=TEXTS, annotations=TEXTS),
-    spec=record(
-        activeDeadlineSeconds=WHOLE,
-        backoffLimit=WHOLE,
-        clusterSelector=TEXTS,
-        deletionStrategy={"type": "object"},
-        entrypoint=TEXT,
-        entrypointNumCpus=NUMBER,
-        entrypointNumGpus=NUMBER,
-        entrypointResources=TEXT,
-        jobId=TEXT,
-        managedBy=TEXT,
-        metadata=TEXTS,
-        preRunningDeadlineSeconds=WHOLE,
-        rayClusterSpec=CLUSTER,
-        runtimeEnvYAML=TEXT,
-        shutdownAfterJobFinishes=FLAG,
-        submissionMode={"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode", "SidecarMode"]},
-        submitterConfig=record(backoffLimit=WHOLE),
-        submitterPodTemplate=TEMPLATE,
-        suspend=FLAG,
-        ttlSecondsAfterFinished=WHOLE,
-    ),
+    spec=SPEC,
 )

@@ -68,11 +68,7 @@ def start_slurm(folder: Path) -> Iterator[dict[str, str]]:
     key = folder / "munge.key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o600)
-    names: dict[str, object] = {
-        "host": socket.gethostname().partition(".")[0],
-        "folder": folder,
-        "cores": os.cpu_count(),
-    }
+    names = {"host": socket.gethostname().partition(".")[0], "folder": folder, "cores": os.cpu_count()}
     names["first"] = random.randrange(1000, 20000)  # a job's number becomes its Ray's port
     configuration = folder / "slurm.conf"
     configuration.write_text(CONFIGURATION.format(ports=_find_ports(3), **names))

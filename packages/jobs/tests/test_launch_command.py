@@ -3,20 +3,30 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from coalign.cli import app
-from packages.jobs.tests.conftest import write
+from coalign_jobs.job import plan_job
+from coalign_jobs.kuberay import apply_rayjob
+from coalign_jobs.skypilot import launch_task
+from coalign_jobs.slurm import submit_sbatch
+from packages.jobs.tests.conftest import refused_in_one_line, write
 from tests.runs import ROOT
 
 TARGETS = {
-    "ray": ("address: http://127.0.0.1:8265\n", []),
-    "kuberay": ("kind: RayJob\n", []),
-    "slurm": ("#SBATCH --requeue\n", []),
-    "skypilot": ("num_nodes: 1\n", []),
-    "torchrun": ("torch.distributed.run --standalone", []),
+    "ray": "address: http://127.0.0.1:8265\n",
+    "kuberay": "kind: RayJob\n",
+    "slurm": "#SBATCH --requeue\n",
+    "skypilot": "num_nodes: 1\n",
+    "torchrun": "torch.distributed.run --standalone",
+}
+PROGRAMS = {  # that a target needs on this machine
+    "kubectl": lambda job: apply_rayjob(job, ""),
+    "sbatch": lambda job: submit_sbatch(job, ""),
+    "sky": lambda job: launch_task(job, ""),
 }
 
 
@@ -33,7 +43,7 @@ def test_a_dry_run_prints_and_starts_nothing(here, target, monkeypatch):
     monkeypatch.setattr("os.execve", None)
     done = invoke(target, name, "runtime.steps=3", "--dry-run")
     assert done.exit_code == 0, done.output
-    assert TARGETS[target][0] in done.stdout and "runtime.steps=3" in done.stdout
+    assert TARGETS[target] in done.stdout and "runtime.steps=3" in done.stdout
     assert sorted(here.rglob("*")) == before
 
 
@@ -41,6 +51,14 @@ def test_a_dry_run_prints_and_starts_nothing(here, target, monkeypatch):
 def test_a_wrong_key_is_named_before_anything_starts(here, target):
     done = invoke(target, write(here), "runtime.stepz=3")
     assert done.exit_code and "runtime.stepz: unknown key; did you mean 'steps'?" in str(done.exception)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_that_is_missing_is_one_line(here, monkeypatch, program):
+    monkeypatch.setenv("PATH", "/nowhere")
+    job = plan_job(Path(write(here)), [], ships=program == "sky")
+    with refused_in_one_line(f"`{program}` is not "):
+        PROGRAMS[program](job)
 
 
 @pytest.mark.parametrize("target", ["kuberay", "slurm", "skypilot"])
@@ -64,8 +82,6 @@ def test_a_dry_run_imports_nothing_heavy(tmp_path, target):
     options = {"skypilot": ["--gpu", "H100"]}.get(target, [])
     command = [sys.executable, "-X", "importtime", "-m", "coalign.cli", "launch", target, "run.yaml", "--dry-run"]
     environment = {"PYTHONPATH": str(ROOT)}
-    ran = subprocess.run(
-        [*command, *options], cwd=tmp_path, env=environment, check=True, capture_output=True, text=True
-    )
-    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in ran.stderr.splitlines()}
+    ran = subprocess.run([*command, *options], cwd=tmp_path, env=environment, check=True, capture_output=True)
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in ran.stderr.decode().splitlines()}
     assert "coalign" in imported and not imported & {"torch", "ray", "transformers", "vllm", "numpy"}

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from coalign_jobs.job import plan_job
-from coalign_jobs.skypilot import SkyPilotOptions, launch_task, render_task
-from packages.jobs.tests.conftest import write
+from coalign_jobs.skypilot import SkyPilotOptions, render_task
+from packages.jobs.tests.conftest import refused_in_one_line, write
 
 TRAINER = {"load": "own/model"}
 
@@ -60,23 +60,11 @@ def test_secrets_are_named_and_never_written(here, monkeypatch):
         (SkyPilotOptions(), {"models": {"trainer": {**TRAINER, "num_gpu": 8}}}, "--gpu: the run needs 8 per machine"),
         (SkyPilotOptions("H100"), {"models": {"trainer": {**TRAINER, "num_gpu": 16}}}, "--bucket: 2 machines share"),
         (SkyPilotOptions(spot=True), {}, "--spot: a machine that is taken away takes its disk along"),
-        (
-            SkyPilotOptions(),
-            {"data": {"train": "runs/a.jsonl"}},
-            "runs/a.jsonl is too large, or in a folder that stays",
-        ),
+        (SkyPilotOptions(), {"data": {"train": "runs/a.jsonl"}}, "runs/a.jsonl is too large, or in a folder that sta"),
     ],
 )
 def test_what_cannot_work_is_one_line(here, options, sections, said):
     (here / "runs").mkdir()
     (here / "runs" / "a.jsonl").write_text("{}\n")
-    with pytest.raises(ValueError, match=said) as refused:
+    with refused_in_one_line(said):
         render(here, options, **sections)
-    assert "\n" not in str(refused.value)
-
-
-def test_a_missing_sky_is_one_line(here, monkeypatch):
-    monkeypatch.setenv("PATH", "/nowhere")
-    job = plan_job(Path(write(here)), [], ships=True)
-    with pytest.raises(ValueError, match="`sky` is not installed"):
-        launch_task(job, render_task(job, SkyPilotOptions()))

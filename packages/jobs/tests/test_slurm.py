@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from coalign_jobs.job import plan_job
-from coalign_jobs.slurm import SlurmOptions, render_sbatch, submit_sbatch
+from coalign_jobs.slurm import SlurmOptions, render_sbatch
 from packages.jobs.tests.conftest import write
 from packages.jobs.tests.slurm_cluster import find_lack, start_slurm
 from tests.runs import ROOT, metrics, run, settings, weights_hash
@@ -38,11 +38,8 @@ def read_directives(script):
         (0, SlurmOptions(), {"nodes": "1", "exclusive": ""}),
         (4, SlurmOptions(cores=16), {"nodes": "1", "gpus-per-node": "4", "cpus-per-task": "16"}),
         (16, SlurmOptions(gpu="a100"), {"nodes": "2", "gpus-per-node": "a100:8", "exclusive": ""}),
-        (
-            0,
-            SlurmOptions("debug", "me", "1:00:00", extra=("--mem=0",)),
-            {"partition": "debug", "account": "me", "mem": "0"},
-        ),
+        (0, SlurmOptions("debug", "me", "1:00:00", extra=("--mem=0",)), {"partition": "debug", "account": "me"}),
+        (0, SlurmOptions(extra=("--mem=0",)), {"mem": "0"}),
     ],
 )
 def test_it_asks_for_the_nodes_of_the_plan(here, gpus, options, asked):
@@ -76,14 +73,6 @@ def test_settings_and_paths_keep_their_spaces(here):
 def test_the_notice_of_the_configuration_is_kept(here):
     assert "preemption_notice=120 " in render(here)
     assert "preemption_notice=30 " in render(here, runtime={"preemption_notice": 30.0})
-
-
-def test_a_missing_sbatch_is_one_line(here, monkeypatch):
-    monkeypatch.setenv("PATH", "/nowhere")
-    job = plan_job(Path(write(here)), [], ships=False)
-    with pytest.raises(ValueError, match="`sbatch` is not on this machine") as refused:
-        submit_sbatch(job, "")
-    assert "\n" not in str(refused.value)
 
 
 # ---- with Slurm

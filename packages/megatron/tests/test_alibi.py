@@ -1,7 +1,5 @@
 """ALiBi against transformers, and in attention over blocks against one dense matrix of scores."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor as of_bloom

@@ -19,6 +19,7 @@ from coalign.cli import app
 from coalign.config.schema import ModelConfig
 from coalign_megatron.backend.module import MegatronModule
 from coalign_megatron.families import find_family
+from packages.megatron.tests.convert.made import same, stored
 from tests.conformance.backends import Backend, build, exported
 from tests.conformance.test_image_layouts import make_batch
 from tests.vision import vision_model_dir
@@ -54,19 +55,12 @@ def test_a_checkpoint_goes_on_bit_for_bit_and_becomes_what_transformers_reads(tm
     again.train_step(batch)
     torch.testing.assert_close(exported(again), ended, rtol=0, atol=0)
     again.close()
-    loaded, info = AutoModelForImageTextToText.from_pretrained(
-        tmp_path / "hf", dtype=torch.float32, output_loading_info=True
-    )
+    auto = AutoModelForImageTextToText
+    loaded, info = auto.from_pretrained(tmp_path / "hf", dtype=torch.float32, output_loading_info=True)
     assert not any(info.values()) and (tmp_path / "hf" / "preprocessor_config.json").is_file()
     torch.testing.assert_close(dict(loaded.named_parameters()), middle, rtol=0, atol=0)
     convert(tmp_path / "checkpoint", "--hf", model, "-o", tmp_path / "converted", "--to", "hf")
-    torch.testing.assert_close(
-        load_file(tmp_path / "converted" / "model.safetensors"), _join(tmp_path / "hf"), rtol=0, atol=0
-    )
-
-
-def _join(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    same(stored(tmp_path / "converted"), stored(tmp_path / "hf"))
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
@@ -76,7 +70,7 @@ def test_a_conversion_there_and_back_is_bit_for_bit(family, tmp_path):
     back = convert(tmp_path / "dist", "-o", tmp_path / "back", "--to", "hf", "--verify")
     for told in (there, back):
         assert "transformers and megatron-core compute the same" in told
-    torch.testing.assert_close(_join(tmp_path / "back"), _join(model), rtol=0, atol=0)
+    same(stored(tmp_path / "back"), stored(model))
 
 
 @pytest.mark.parametrize(

@@ -88,22 +88,23 @@ def test_megatron_core_reads_what_is_written_and_what_it_writes_is_read(tmp_path
         assert found.document_indices.tolist() == [0, 2, 3, 4, 5, 6, 7, 8]
 
 
-def test_files_that_are_not_what_they_say(tmp_path):
+DAMAGES = [
+    (".bin", lambda tokens: tokens[:-2], "a.bin has 8 bytes; its index tells of 10"),
+    (".idx", lambda index: index[:-1], "a.idx has 81 bytes; 82 are what its header tells of"),
+    (".idx", lambda index: b"not an index", "is no index of an indexed dataset"),
+    (".idx", lambda index: index[:9] + b"\2" + index[10:], "is no index of an indexed dataset"),
+    (".idx", lambda index: index[:42] + struct.pack("<q", 2) + index[50:], "do not lie one after the other"),
+    (".idx", lambda index: index[:-8] + struct.pack("<q", 1), "documents do not follow one another"),
+]
+
+
+@pytest.mark.parametrize(("suffix", "damage", "message"), DAMAGES, ids=[message for *_, message in DAMAGES])
+def test_files_that_are_not_what_they_say(tmp_path, suffix, damage, message):
     write(tmp_path / "a", [1, 2, 3], [4, 5])
-    index, tokens = (tmp_path / "a.idx").read_bytes(), (tmp_path / "a.bin").read_bytes()
-
-    def refused(match, index=index, tokens=tokens):
-        (tmp_path / "a.idx").write_bytes(index)
-        (tmp_path / "a.bin").write_bytes(tokens)
-        with pytest.raises(ValueError, match=match):
-            IndexedTokens(tmp_path / "a")
-
-    refused("a.bin has 8 bytes; its index tells of 10", tokens=tokens[:-2])
-    refused("a.idx has 81 bytes; 82 are what its header tells of", index=index[:-1])
-    refused("is no index of an indexed dataset", index=b"not an index")
-    refused("is no index of an indexed dataset", index=index[:9] + b"\2" + index[10:])
-    refused("do not lie one after the other", index=index[:42] + struct.pack("<q", 2) + index[50:])
-    refused("documents do not follow one another", index=index[:-8] + struct.pack("<q", 1))
+    file = tmp_path / f"a{suffix}"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ValueError, match=message):
+        IndexedTokens(tmp_path / "a")
     with pytest.raises(FileNotFoundError, match=r"b\.idx"):
         IndexedTokens(tmp_path / "b")
 
@@ -242,11 +243,8 @@ def test_a_build_goes_on_where_it_stopped(tmp_path, monkeypatch):
     counts = build(plan, tmp_path / "a", processes=1)
     assert counts["rows"] == 27
     whole, again = (IndexedTokens(tmp_path / name) for name in ("whole", "a"))
-    assert [again[i].tolist() for i in range(5)] == [
-        *(whole[i].tolist() for i in range(3)),
-        [5, 6, 7],
-        whole[6].tolist(),
-    ]
+    expected = [*(whole[i].tolist() for i in range(3)), [5, 6, 7], whole[6].tolist()]
+    assert [again[i].tolist() for i in range(5)] == expected
 
 
 def test_what_cannot_be_built_is_refused(tmp_path):

@@ -1,7 +1,5 @@
 """Which layers a model gets: with Transformer Engine as far as that can be seen without it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

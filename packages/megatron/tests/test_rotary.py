@@ -1,7 +1,5 @@
 """Angles against those of transformers, all kinds of scaling."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -195,10 +195,9 @@ def test_chatlearn_files_with_a_file_for_each_model(tmp_path, monkeypatch):
 def test_every_key_is_used_or_listed(home, file):
     """No key of a file vanishes: with a key that nobody knows added, the list has that key, and one more entry."""
     yaml, _ = translate(home, file.name, REWARD_DIR=str(home / "model"))
-    strange = {".yaml": "nobody_knows: 7\n", ".sh": ""}[file.suffix]
     text = (home / file.name).read_text()
     if file.suffix == ".yaml":
-        text += strange
+        text += "nobody_knows: 7\n"
     else:
         text = text.rstrip().removesuffix("$@").rstrip()
         text = text.replace("2>&1", "nobody_knows=7 2>&1")  # ChatLearn's
@@ -214,11 +213,8 @@ def test_every_key_is_used_or_listed(home, file):
 def test_check_accepts_every_file(home, file, monkeypatch, capsys):
     monkeypatch.chdir(home)
     _, written = translate(home, file.name, REWARD_DIR=str(home / "model"))
-    zero = (
-        ["models.reward.head_init=zero"]
-        if "models:" in written.read_text() and "\n  reward:" in written.read_text()
-        else []
-    )
+    text = written.read_text()
+    zero = ["models.reward.head_init=zero"] * ("models:" in text and "\n  reward:" in text)
     check(load_config(written, zero), Display())
     assert "no problem found" in capsys.readouterr().out
 

@@ -23,31 +23,16 @@ def expand(text: str, **environment: str) -> list[str]:
         ("run ${A:-b} ${A:-'c d'} ${A-} ${A:+e} end", ["b", "c", "d", "end"]),
         ("A=1\nrun ${A:-b} ${A:+e} ${B:=7} $B", ["1", "e", "7", "7"]),
         ("A=${B:-${C:-deep}}\nrun $A", ["deep"]),
-        (
-            "A=Path/To.File.sh\nrun ${A,,} ${A^^} ${A%.sh} ${A%%.*} ${A#*/} ${A##*.}",
-            ["path/to.file.sh", "PATH/TO.FILE.SH", "Path/To.File", "Path/To", "To.File.sh", "sh"],
-        ),
+        ("A=P/T.F.sh\nrun ${A,,} ${A^^} ${A%.sh} ${A%%.*} ${A#*/} ${A##*.}", "p/t.f.sh P/T.F.SH P/T.F P/T T.F.sh sh"),
         ("A=a-b-c\nrun ${A/-/+} ${A//-/+} ${A:2} ${A:0:1} ${#A}", ["a+b-c", "a+b+c", "b-c", "a", "5"]),
-        (
-            "a=2 b=5\nrun $((a * b + 1)) $(( (a+b)/2 )) $((b % a)) $((a > 1 ? 10 : 20)) $(expr 16 / 4)",
-            ["11", "3", "1", "10", "4"],
-        ),
-        (
-            'D=( a=1 "b=2 3" # a comment\n  c=\'x\'\n)\nrun "${D[@]}" ${#D[@]} ${D[1]}',
-            ["a=1", "b=2 3", "c=x", "3", "b=2", "3"],
-        ),
+        ("a=2 b=5\nrun $((a * b + 1)) $(( (a+b)/2 )) $((b % a)) $((a > 1 ? 10 : 20)) $(expr 16 / 4)", "11 3 1 10 4"),
+        ('D=( a "b c" # a comment\n  d=\'x\'\n)\nrun "${D[@]}" ${#D[@]} ${D[1]}', ["a", "b c", "d=x", "3", "b", "c"]),
         ('D=(a)\nD+=(b c)\nD+=("${D[@]}")\nrun "${D[@]}"', ["a", "b", "c", "a", "b", "c"]),
         ('E=()\nrun "${E[@]}" "$@" $@ "" z', ["", "z"]),
         ("declare -A M=([k]=v)\nM[w]=5\nrun ${M[k]} ${M[w]}", ["v", "5"]),
         ("run a \\\n  b \\\n  c # no d\nrun e", ["a", "b", "c"]),
-        (
-            "run list='[\"console\",\"wandb\"]' x=\"['$HOME/a', 'b']\"",
-            ['list=["console","wandb"]', "x=['/root/a', 'b']"],
-        ),
-        (
-            'if [ "${X:-1}" != 0 ] && [ "${Y:-gpu}" = gpu ]; then R=(uv run); else R=(no); fi\nrun ${R[@]}',
-            ["uv", "run"],
-        ),
+        ("run l='[\"console\",\"a\"]' x=\"['$HOME/a', 'b']\"", ['l=["console","a"]', "x=['/root/a', 'b']"]),
+        ('if [ "${X:-1}" != 0 ] && [ "${Y:-gpu}" = gpu ]; then R=(uv run); else R=(no); fi\nrun ${R[@]}', "uv run"),
         ("if [[ $Z == a* || -z $Z ]]; then V=1; elif true; then V=2; fi\nrun $V", ["1"]),
         ("case ${D:-gpu} in npu|cpu) V=0;; gpu) V=1;; *) V=2;; esac\nrun $V", ["1"]),
         ("for i in 1 2 3; do L+=(x=$i); done\nrun ${L[@]}", ["x=1", "x=2", "x=3"]),
@@ -71,7 +56,7 @@ def expand(text: str, **environment: str) -> list[str]:
     ],
 )
 def test_words_are_those_of_bash(text, words):
-    assert expand(text, HOME="/root") == words
+    assert expand(text, HOME="/root") == (words.split() if isinstance(words, str) else words)
 
 
 def test_variables_of_the_environment_are_used_and_noted():

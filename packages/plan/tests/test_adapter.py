@@ -1,7 +1,5 @@
 """From a configuration to the job that is predicted."""
 
-from __future__ import annotations
-
 import pytest
 
 from coalign.cluster.worker import find_module_class

@@ -1,7 +1,5 @@
 """Clusters and devices by name, and what is said of names that are wrong."""
 
-from __future__ import annotations
-
 import pytest
 
 from coalign_plan.gpus import GPUS, ClusterSpec, find_gpu

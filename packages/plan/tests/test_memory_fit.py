@@ -1,7 +1,5 @@
 """The memory that `coalign check` estimates is that of the largest step, and is compared with this machine's."""
 
-from __future__ import annotations
-
 import pytest
 
 from coalign import devices, load_config

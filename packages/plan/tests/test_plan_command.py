@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import yaml
@@ -11,15 +10,10 @@ from typer.testing import CliRunner
 
 from coalign.cli import app, main
 from packages.plan.tests.models import write_config
+from tests.runs import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
-SCALE = {
-    "7b_on_8": "1x8:H100",
-    "30b_on_32": "4x8:H100",
-    "70b_on_32": "4x8:H100",
-    "300b_on_512": "64x8:H200",
-    "deepseek_v3_on_1024": "128x8:B300",
-}
+SCALE = {"7b_on_8": "1x8:H100", "30b_on_32": "4x8:H100", "70b_on_32": "4x8:H100", "300b_on_512": "64x8:H200"}
+SCALE |= {"deepseek_v3_on_1024": "128x8:B300"}
 GRPO = """# what the comments say
 algorithm: grpo
 output: {folder}/run

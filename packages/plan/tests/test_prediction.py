@@ -1,7 +1,5 @@
 """A whole step: its phases in turns, one step ahead and asynchronous, and what its figures add up to."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """What the probe makes of its measurements: constants at which the predictions are what was measured."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Passes of training: values worked by hand, and what must never make a pass faster or slower."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

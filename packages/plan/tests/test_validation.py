@@ -3,8 +3,6 @@
 The constants of each table were fitted without any of its source (``python benchmarks/plan_validation.py --fit``).
 """
 
-from __future__ import annotations
-
 import csv
 import importlib
 import sys

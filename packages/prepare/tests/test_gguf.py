@@ -37,19 +37,12 @@ def write_gguf(path, *, architecture="llama", quantised=True):
     writer.add_eos_token_id(259)
     writer.add_bos_token_id(257)
     writer.add_chat_template(CHATML)
-    shapes = {
-        "token_embd.weight": (vocabulary, hidden),
-        "output_norm.weight": (hidden,),
-        "blk.0.attn_norm.weight": (hidden,),
-        "blk.0.ffn_norm.weight": (hidden,),
-        "blk.0.attn_q.weight": (hidden, hidden),
-        "blk.0.attn_k.weight": (hidden // 2, hidden),
-        "blk.0.attn_v.weight": (hidden // 2, hidden),
-        "blk.0.attn_output.weight": (hidden, hidden),
-        "blk.0.ffn_gate.weight": (intermediate, hidden),
-        "blk.0.ffn_up.weight": (intermediate, hidden),
-        "blk.0.ffn_down.weight": (hidden, intermediate),
-    }
+    shapes = {"token_embd.weight": (vocabulary, hidden), "output_norm.weight": (hidden,)}
+    shapes |= {f"blk.0.{name}_norm.weight": (hidden,) for name in ("attn", "ffn")}
+    shapes |= {f"blk.0.attn_{name}.weight": (hidden, hidden) for name in ("q", "output")}
+    shapes |= {f"blk.0.attn_{name}.weight": (hidden // 2, hidden) for name in "kv"}
+    shapes |= {f"blk.0.ffn_{name}.weight": (intermediate, hidden) for name in ("gate", "up")}
+    shapes["blk.0.ffn_down.weight"] = (hidden, intermediate)
     meant = {}
     for name, shape in shapes.items():
         values = generator.standard_normal(shape).astype(np.float32) / 8
@@ -82,10 +75,12 @@ def test_a_file_becomes_a_directory_once(cache, tmp_path):
     before = (directory / "model.safetensors").stat().st_mtime_ns
     assert fetch(str(file)) == directory and (directory / "model.safetensors").stat().st_mtime_ns == before
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    torch.testing.assert_close(model.model.embed_tokens.weight.data, torch.tensor(meant["token_embd.weight"]))
-    torch.testing.assert_close(
-        model.model.layers[0].mlp.down_proj.weight.data, torch.tensor(meant["blk.0.ffn_down.weight"])
-    )
+    weights = {
+        "token_embd": model.model.embed_tokens.weight,
+        "blk.0.ffn_down": model.model.layers[0].mlp.down_proj.weight,
+    }
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight.data, torch.tensor(meant[f"{name}.weight"]))
     read = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
     ids = torch.arange(40)[None]
     torch.testing.assert_close(model(ids).logits, read(ids).logits, rtol=0, atol=0)
@@ -93,16 +88,14 @@ def test_a_file_becomes_a_directory_once(cache, tmp_path):
     assert tokenizer.chat_template and tokenizer.decode(tokenizer("a b").input_ids) == "a b"
 
 
-def test_what_cannot_be_read_is_named(cache, tmp_path):
+def test_an_architecture_that_nobody_knows_is_named(cache, tmp_path):
     write_gguf(str(tmp_path / "odd.gguf"), architecture="nobodys")
     with pytest.raises(ValueError, match=r"odd\.gguf cannot be converted: .*nobodys.* can be loaded in its place"):
         fetch(str(tmp_path / "odd.gguf"))
-    (tmp_path / "broken.gguf").write_bytes(b"GGUF" + b"\1" * 40)
-    with pytest.raises(ValueError, match=r"broken\.gguf cannot be converted"):
-        fetch(str(tmp_path / "broken.gguf"))
-    (tmp_path / "cut.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ValueError, match=r"cut\.gguf cannot be converted"):
-        fetch(str(tmp_path / "cut.gguf"))
-    (tmp_path / "empty.gguf").touch()
-    with pytest.raises(ValueError, match=r"empty\.gguf cannot be converted"):
-        fetch(str(tmp_path / "empty.gguf"))
+
+
+@pytest.mark.parametrize("content", [b"GGUF" + b"\1" * 40, b"GGUF", b""], ids=["broken", "cut", "empty"])
+def test_a_damaged_file_is_named(cache, tmp_path, content):
+    (tmp_path / "bad.gguf").write_bytes(content)
+    with pytest.raises(ValueError, match=r"bad\.gguf cannot be converted"):
+        fetch(str(tmp_path / "bad.gguf"))

@@ -100,11 +100,8 @@ def test_what_init_marks_is_missed_by_its_key(home):
 
 def test_a_model_that_another_run_will_make_is_named(home, tmp_path):
     config = settings(tmp_path, "dpo")
-    tokenizer, config["models"]["trainer"]["load"] = (
-        config["models"]["trainer"]["load"],
-        str(tmp_path / "sft" / "model"),
-    )
-    config["models"]["trainer"]["tokenizer"] = tokenizer
+    trainer = config["models"]["trainer"]
+    trainer |= {"tokenizer": trainer["load"], "load": str(tmp_path / "sft" / "model")}
     with pytest.raises(ValueError, match=r"there is no directory .*sft/model"):
         load_config(config)
     planned = load_config(config, planned=True)
@@ -114,6 +111,6 @@ def test_a_model_that_another_run_will_make_is_named(home, tmp_path):
     display = Display(out=Console(file=io.StringIO()))
     show_data(planned, 1, display)
     assert "dpo.jsonl row" in display.out.file.getvalue()
-    config["models"]["trainer"]["load"] = str(tmp_path / "typo")
+    trainer["load"] = str(tmp_path / "typo")
     with pytest.raises(ValueError, match="there is no directory"):
         load_config(config, planned=True)

@@ -36,10 +36,7 @@ def test_the_pieces_are_the_answer(model):
     conversation = Conversation(settings(model))
     answer = conversation.answer("hello", pieces.append)
     assert "".join(pieces) == answer and len(pieces) > 2
-    assert conversation.messages == [
-        {"role": "user", "content": "hello"},
-        {"role": "assistant", "content": answer},
-    ]
+    assert [message["content"] for message in conversation.messages] == ["hello", answer]
 
 
 def test_arguments_of_the_template_reach_the_model(model):
@@ -56,24 +53,18 @@ def test_arguments_of_the_template_reach_the_model(model):
 
 
 def test_the_model_reads_what_was_said_before(model, monkeypatch):
-    conversation = Conversation(settings(model, system="Be brief."))
-    tokenizer, asked = conversation._module.tokenizer, []
-    generate = conversation._module.generate
-    monkeypatch.setattr(
-        conversation._module, "generate", lambda p, **k: (asked.append(p["tokens"].tolist()), generate(p, **k))[1]
-    )
+    conversation, asked = Conversation(settings(model, system="Be brief.")), []
+    module, generate = conversation._module, conversation._module.generate
+    monkeypatch.setattr(module, "generate", lambda p, **k: (asked.append(p["tokens"].tolist()), generate(p, **k))[1])
+    tokenizer = module.tokenizer
     first = conversation.answer("one", str)
     conversation.answer("two", str)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one"}]
-    assert (
-        asked[0]
-        == tokenizer(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))["input_ids"]
-    )
-    messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "two"}]
-    assert (
-        asked[1]
-        == tokenizer(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))["input_ids"]
-    )
+    longer = [*messages, {"role": "assistant", "content": first}, {"role": "user", "content": "two"}]
+    for found, said in zip(asked, (messages, longer), strict=True):
+        assert tokenizer.decode(found) == tokenizer.apply_chat_template(
+            said, tokenize=False, add_generation_prompt=True
+        )
     conversation.reset()
     assert conversation.messages == [{"role": "system", "content": "Be brief."}]
 
@@ -114,18 +105,16 @@ def test_commands(model, tmp_path):
     assert "(forgotten)" in remarks and "/rest: no such command" in remarks and "/save: no such command" in remarks
 
 
-def test_a_conversation_that_is_too_long_can_go_on(model):
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [("x" * 200, "the model's context is 128"), ("/save no/said.jsonl", "No such file or directory")],
+    ids=["too long", "cannot be saved"],
+)
+def test_what_fails_does_not_end_the_chat(model, tmp_path, monkeypatch, line, said):
+    monkeypatch.chdir(tmp_path)
     display = shown()
-    chat(settings(model), ["x" * 200, "short"], display)
-    assert "the model's context is 128" in display.err.export_text()
-    assert len(display.out.export_text().strip()) > 0
-
-
-def test_a_file_that_cannot_be_saved_does_not_end_the_chat(model, tmp_path):
-    display = shown()
-    chat(settings(model), [f"/save {tmp_path / 'no' / 'said.jsonl'}", "hello"], display)
-    assert "No such file or directory" in display.err.export_text()
-    assert display.out.export_text().strip()
+    chat(settings(model), [line, "short"], display)
+    assert said in display.err.export_text() and display.out.export_text().strip()
 
 
 def test_what_is_wrong_is_said(model, tmp_path):

@@ -1,7 +1,5 @@
 """`coalign check-sync`: what it prints and its exit code, on directories and on the models of a run."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

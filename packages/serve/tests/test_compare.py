@@ -1,7 +1,5 @@
 """What differs between two sides."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -19,20 +17,10 @@ def test_equal_sides_have_no_differences():
 
 
 def test_every_kind_of_difference():
-    ours = {
-        "a": torch.tensor([1.0, 2.0, 3.0]),
-        "b": torch.zeros(2),
-        "c": torch.zeros(2),
-        "ours": torch.zeros(1),
-        "nan": torch.zeros(2),
-    }
-    theirs = {
-        "a": torch.tensor([1.0, 2.5, 2.0]),
-        "b": torch.zeros(2, 1),
-        "c": torch.zeros(2).half(),
-        "theirs": torch.zeros(1),
-        "nan": torch.tensor([0.0, float("nan")]),
-    }
+    zeros = torch.zeros(2)
+    ours = {"a": torch.tensor([1.0, 2.0, 3.0]), "b": zeros, "c": zeros, "nan": zeros, "ours": zeros}
+    theirs = {"a": torch.tensor([1.0, 2.5, 2.0]), "b": torch.zeros(2, 1), "c": zeros.half(), "theirs": zeros}
+    theirs["nan"] = torch.tensor([0.0, float("nan")])
     found = {each.name: each for each in find_differences(side("x", ours), side("y", theirs))}
     assert (found["a"].largest, found["a"].count, found["a"].numel) == (1.0, 2, 3)
     assert found["b"].what == "float32[2], float32[2, 1]"

@@ -1,7 +1,5 @@
 """`--dtype auto`: bfloat16 for models of 16 bits where the processor multiplies it, and the line that says so."""
 
-from __future__ import annotations
-
 import json
 import logging
 

@@ -41,14 +41,8 @@ def home(tmp_path_factory):
 def settings(home, **changes):
     """Two prompts are answered, and kept, at a time."""
     data = DataConfig(train=[SourceConfig(path=str(home / "sums.jsonl"))], chat_template="none", shuffle=False)
-    given = {
-        "model": str(home / "model"),
-        "data": data,
-        "samples": SAMPLES,
-        "sampling": SamplingConfig(max_new_tokens=6),
-        "native": NativeConfig(max_sequences=2),
-    }
-    return GenerateConfig(**{**given, **changes})
+    given = {"model": str(home / "model"), "data": data, "samples": SAMPLES, "native": NativeConfig(max_sequences=2)}
+    return GenerateConfig(**given | {"sampling": SamplingConfig(max_new_tokens=6)} | changes)
 
 
 def write_sums(path, rows):
@@ -90,7 +84,7 @@ def test_the_best_of_n_has_the_highest_score(home, tmp_path):
 
 
 def test_a_reward_model_scores_the_conversation_as_its_template_renders_it(home, tmp_path):
-    judge = reward_model(tmp_path / "judge")
+    judge = tiny_reward_model_dir(tmp_path / "judge", seed=3)
     generate(settings(home, reward_model=str(judge)), tmp_path / "out.jsonl", quiet())
     model = AutoModelForSequenceClassification.from_pretrained(judge)
     tokenizer = AutoTokenizer.from_pretrained(judge)
@@ -102,11 +96,6 @@ def test_a_reward_model_scores_the_conversation_as_its_template_renders_it(home,
             states = model.model(torch.tensor([tokenizer(text)["input_ids"]])).last_hidden_state
             expected = model.score(states[0, -1])
         assert record["score"] == pytest.approx(float(expected), abs=1e-5)
-
-
-def reward_model(path):
-    tiny_reward_model_dir(path, seed=3)
-    return path
 
 
 def test_a_prompt_that_is_too_long_follows_the_policy_and_is_named_by_its_line(home, tmp_path, caplog):
@@ -122,29 +111,21 @@ def test_a_prompt_that_is_too_long_follows_the_policy_and_is_named_by_its_line(h
 
 
 @pytest.mark.parametrize("units", [1, *(pytest.param(units, marks=pytest.mark.slow) for units in (2, 3))])
-def test_a_killed_call_goes_on_where_it_was(home, tmp_path, monkeypatch, units):
+@pytest.mark.parametrize("cut", [0, 40], ids=["whole lines", "a line cut in half"])
+def test_a_killed_call_goes_on_where_it_was(home, tmp_path, monkeypatch, units, cut):
     config = settings(home, reward=[{"fn": "tests.digits:digits"}])
     generate(config, tmp_path / "whole.jsonl", quiet())
     with monkeypatch.context() as patch, pytest.raises(Killed):
         kill_after(patch, ResumableOutput, "add", units)
         generate(config, tmp_path / "killed.jsonl", quiet())
     assert not (tmp_path / "killed.jsonl").exists()
+    partial = tmp_path / "killed.jsonl.partial"
+    os.truncate(partial, partial.stat().st_size - cut)
     answered, real = [], NativeModule.generate
     monkeypatch.setattr(NativeModule, "generate", lambda self, p, **k: (answered.append(len(p)), real(self, p, **k))[1])
     generate(config, tmp_path / "killed.jsonl", quiet())
-    assert answered == [2] * (3 - units)
+    assert answered == [2] * (3 - units + (cut > 0))
     assert (tmp_path / "killed.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
-
-
-def test_a_line_cut_in_half_is_made_again(home, tmp_path, monkeypatch):
-    generate(settings(home), tmp_path / "whole.jsonl", quiet())
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        kill_after(patch, ResumableOutput, "add", 2)
-        generate(settings(home), tmp_path / "out.jsonl", quiet())
-    partial = tmp_path / "out.jsonl.partial"
-    partial.write_bytes(partial.read_bytes()[:-40])
-    generate(settings(home), tmp_path / "out.jsonl", quiet())
-    assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -213,24 +194,29 @@ def test_on_the_command_line(home, tmp_path):
     assert "give either --prompt" in str(CliRunner().invoke(app, ["generate", str(home / "model")]).exception)
 
 
-def test_what_is_wrong_is_said(home, tmp_path):
+def rows_of(path):
+    return {"data": DataConfig(train=[SourceConfig(path=str(path))], prompt_key="question")}
+
+
+WRONG = {  # changes of the settings, by the folders of the model and of the test; and what is said
+    "model": (lambda home, tmp: {"model": str(tmp)}, "is not a Hugging Face model directory"),
+    "file": (lambda home, tmp: rows_of(home / "sum.jsonl"), r"sum\.jsonl does not exist; did you mean .*sums\.jsonl"),
+    "rows": (lambda home, tmp: rows_of(tmp / "empty.jsonl"), r"empty\.jsonl holds no rows"),
+    "key": (lambda home, tmp: rows_of(home / "sums.jsonl"), r"sums\.jsonl:1: no key 'question'; the row has answer, "),
+    "score": (lambda home, tmp: {"keep": "best"}, "nothing scores the responses"),
+    "argument": (
+        lambda home, tmp: {"reward": [{"fn": "regex", "pattern": "a", "patern": "b"}]},
+        r"reward\[0\]\.patern: unknown argument of regex; did you mean 'pattern'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG.values(), ids=WRONG)
+def test_what_is_wrong_is_said(home, tmp_path, changes, message):
     out = tmp_path / "out.jsonl"
-    with pytest.raises(ValueError, match="is not a Hugging Face model directory"):
-        generate(settings(home, model=str(tmp_path)), out, quiet())
-    with pytest.raises(FileNotFoundError, match=r"sum\.jsonl does not exist; did you mean .*sums\.jsonl"):
-        generate(settings(home, data=DataConfig(train=[SourceConfig(path=str(home / "sum.jsonl"))])), out, quiet())
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(ValueError, match=r"empty\.jsonl holds no rows"):
-        generate(
-            settings(home, data=DataConfig(train=[SourceConfig(path=str(tmp_path / "empty.jsonl"))])), out, quiet()
-        )
-    keyed = settings(home).data.model_copy(update={"prompt_key": "question"})
-    with pytest.raises(ValueError, match=r"sums\.jsonl:1: no key 'question'; the row has answer, prompt"):
-        generate(settings(home, data=keyed), out, quiet())
-    with pytest.raises(ValueError, match="nothing scores the responses"):
-        settings(home, keep="best")
-    with pytest.raises(ValueError, match=r"reward\[0\]\.patern: unknown argument of regex; did you mean 'pattern'"):
-        generate(settings(home, reward=[{"fn": "regex", "pattern": "a", "patern": "b"}]), out, quiet())
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        generate(settings(home, **changes(home, tmp_path)), out, quiet())
     assert not out.exists() and not out.with_name("out.jsonl.partial").exists()
 
 

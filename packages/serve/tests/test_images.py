@@ -31,6 +31,7 @@ from coalign_serve.serving.completion_request import ChatCompletionRequest
 from coalign_serve.serving.completion_server import load_text_tools
 from coalign_serve.serving.request_images import RequestImages
 from coalign_serve.serving.reward_server import RewardEndpoint
+from packages.serve.tests.serving.http import call
 from tests.vision import picture, vision_model_dir
 
 
@@ -157,7 +158,7 @@ def test_a_request_names_images_as_data_urls_or_below_the_root_and_nothing_else(
 
 @pytest.mark.slow
 def test_serve_answers_about_an_image(folder):
-    from packages.serve.tests.serving.test_completion_server import NAME, call, load, serving
+    from packages.serve.tests.serving.test_completion_server import NAME, load, serving
 
     loop, config = load(folder / "model", max_new_tokens=6, images=ImagesConfig())
     rows = [{"prompt": "<image>What?", "images": [str(folder / "0.png")]}]
@@ -167,7 +168,7 @@ def test_serve_answers_about_an_image(folder):
         said = call(f"{base}/v1/chat/completions", {**body, "model": NAME, "temperature": 0})
         assert said[0] == 200 and said[1]["choices"][0]["message"]["content"] == record["response"]
         bad = {**body, "model": NAME, "messages": ask("http://example.org/a.png").messages}
-        status, answer = call(f"{base}/v1/chat/completions", bad)
+        status, answer, _ = call(f"{base}/v1/chat/completions", bad)
         assert status == 400 and "nothing is fetched" in answer["error"]["message"]
 
 

@@ -1,7 +1,5 @@
 """`coalign merge`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -39,10 +37,7 @@ def test_the_weights_are_those_of_the_trainer(base, tmp_path, kind):
     trainer = adapter(base, tmp_path / "adapter", lora=kind)
     result = CliRunner().invoke(app, ["merge", str(base), str(tmp_path / "adapter"), "-o", str(tmp_path / "merged")])
     assert result.exit_code == 0, result.output
-    merged = weights_of(tmp_path / "merged")
-    assert merged.keys() == weights(trainer).keys()
-    for name, tensor in weights(trainer).items():
-        torch.testing.assert_close(merged[name], tensor, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(weights_of(tmp_path / "merged"), weights(trainer), rtol=1e-6, atol=1e-7)
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template
     assert GenerationConfig.from_pretrained(tmp_path / "merged").eos_token_id == [258, 256]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter", "merged"]
@@ -63,8 +58,7 @@ def test_the_sum_is_rounded_once(base, tmp_path):
     trainer = adapter(base, tmp_path / "adapter")
     merge(base, tmp_path / "adapter", tmp_path / "half", dtype="bfloat16")
     exact = {name: tensor.to(torch.bfloat16) for name, tensor in weights(trainer).items()}
-    for name, tensor in weights_of(tmp_path / "half").items():
-        torch.testing.assert_close(tensor, exact[name], rtol=8e-3, atol=0)
+    torch.testing.assert_close(weights_of(tmp_path / "half"), exact, rtol=8e-3, atol=0)
     merge(tmp_path / "half", tmp_path / "adapter", tmp_path / "again")  # the base's dtype
     assert {tensor.dtype for tensor in weights_of(tmp_path / "again").values()} == {torch.bfloat16}
 
@@ -73,10 +67,8 @@ def test_an_adapter_of_peft_with_ranks_of_its_own(base, tmp_path):
     import peft
 
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    config = peft.LoraConfig(
-        r=2, target_modules=["q_proj", "up_proj"], rank_pattern={"q_proj": 5}, init_lora_weights=False
-    )
-    theirs = peft.get_peft_model(model, config)
+    ranks = {"r": 2, "target_modules": ["q_proj", "up_proj"], "rank_pattern": {"q_proj": 5}}
+    theirs = peft.get_peft_model(model, peft.LoraConfig(**ranks, init_lora_weights=False))
     theirs.save_pretrained(tmp_path / "adapter")
     merge(base, tmp_path / "adapter", tmp_path / "merged")
     expected = theirs.merge_and_unload()
@@ -118,21 +110,22 @@ def compare(computed, expected):
 
 
 EMBEDDINGS, HEAD = ["q_proj", "embed_tokens"], ["q_proj", "lm_head"]
+SLOW = pytest.mark.slow
 TIED = [
     ({}, True),
     ({"target_modules": EMBEDDINGS}, False),
-    pytest.param({"target_modules": HEAD}, False, marks=pytest.mark.slow),
+    pytest.param({"target_modules": HEAD}, False, marks=SLOW),
     ({"target_modules": [*EMBEDDINGS, "lm_head"]}, False),
-    pytest.param({"target_modules": EMBEDDINGS, "use_dora": True}, False, marks=pytest.mark.slow),
+    pytest.param({"target_modules": EMBEDDINGS, "use_dora": True}, False, marks=SLOW),
     ({"target_modules": EMBEDDINGS, "ensure_weight_tying": True}, True),
-    pytest.param({"modules_to_save": ["embed_tokens"]}, False, marks=pytest.mark.slow),
+    pytest.param({"modules_to_save": ["embed_tokens"]}, False, marks=SLOW),
     ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, True),
     ({"modules_to_save": ["lm_head"]}, False),
     ({"trainable_token_indices": [5, 7]}, True),
     ({"rows": 330}, True),
-    pytest.param({"rows": 300}, True, marks=pytest.mark.slow),
-    pytest.param({"rows": 330, "target_modules": EMBEDDINGS}, False, marks=pytest.mark.slow),
-    pytest.param({"rows": 330, "target_modules": HEAD}, False, marks=pytest.mark.slow),
+    pytest.param({"rows": 300}, True, marks=SLOW),
+    pytest.param({"rows": 330, "target_modules": EMBEDDINGS}, False, marks=SLOW),
+    pytest.param({"rows": 330, "target_modules": HEAD}, False, marks=SLOW),
     ({"rows": 330, "modules_to_save": ["embed_tokens", "lm_head"]}, False),
     ({"rows": 330, "trainable_token_indices": [325]}, True),
 ]
@@ -169,58 +162,34 @@ def test_what_is_not_tied_computes_as_before(untied, tmp_path, settings):
     assert not merged.config.tie_word_embeddings
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"rows": 330, "target_modules": EMBEDDINGS}, r"holds model\.embed_tokens of 330 rows; the model has 320"),
-        ({"alora_invocation_tokens": [3], "task_type": "CAUSAL_LM"}, r"has alora_invocation_tokens: \[3\]"),
-        ({"init_lora_weights": "pissa_niter_2"}, "has init_lora_weights: 'pissa_niter_2'"),
-    ],
-)
-def test_what_cannot_be_merged_is_refused_by_name(untied, tmp_path, settings, message):
-    peft_adapter(untied, tmp_path / "adapter", **settings)
-    with pytest.raises(ValueError, match=message):
-        merge(untied, tmp_path / "adapter", tmp_path / "merged")
-    assert not (tmp_path / "merged").exists()
-
-
 def rewrite(folder, change):
     """Write the tensors of an adapter anew."""
     tensors = change(load_file(folder / "adapter_model.safetensors"))
     save_file(tensors, folder / "adapter_model.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda tensors: {k: v for k, v in tensors.items() if "0.self_attn.q_proj.lora_B" not in k}, "lacks .*lora_B"),
-        (lambda tensors: tensors | {"base_model.model.model.norm.weight": torch.ones(7)}, r"norm\.weight is \(32,\)"),
-        (lambda tensors: tensors | {"base_model.model.extra": torch.ones(7)}, "settings do not ask for, .*extra"),
-    ],
-    ids=["lacking", "shape", "more"],
-)
-def test_tensors_that_the_settings_do_not_ask_for_are_refused(base, tmp_path, change, message):
-    peft_adapter(base, tmp_path / "adapter")
+ALORA = {"alora_invocation_tokens": [3], "task_type": "CAUSAL_LM"}
+THREE = {"target_modules": ["q_proj", "k_proj", "up_proj"]}
+REFUSED = {  # the shape of the adapter's base, its settings, a change of its tensors, and what is said
+    "rows": ({"tied": False}, {"rows": 330, "target_modules": EMBEDDINGS}, dict, "tokens of 330 rows; .* has 320"),
+    "alora": ({}, ALORA, dict, r"has alora_invocation_tokens: \[3\]"),
+    "pissa": ({}, {"init_lora_weights": "pissa_niter_2"}, dict, "has init_lora_weights: 'pissa_niter_2'"),
+    "lacking": ({}, {}, lambda t: {k: t[k] for k in t if "0.self_attn.q_proj.lora_B" not in k}, "lacks .*lora_B"),
+    "shape": ({}, {}, lambda t: t | {"base_model.model.model.norm.weight": torch.ones(7)}, r"norm\.weight is \(32,\)"),
+    "more": ({}, {}, lambda t: t | {"base_model.model.extra": torch.ones(7)}, "settings do not ask for, .*extra"),
+    "hidden": ({"hidden": 16}, THREE, dict, r"of another model: .*\.layers\.0\.\S+ is \(64, 32\), lora_A \(4, 16\)"),
+    "layers": ({"layers": 3}, THREE, dict, r"of another model: there is no model\.layers\.2\."),
+    "kv_heads": ({"kv_heads": 4}, THREE, dict, r"k_proj\.weight is \(16, 32\), lora_B \(32, 4\)"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("shape", "settings", "change", "message"), REFUSED.values(), ids=REFUSED)
+def test_an_adapter_that_cannot_be_merged_is_refused(base, untied, tmp_path, shape, settings, change, message):
+    peft_adapter(tiny_model_dir(tmp_path / "another", **shape), tmp_path / "adapter", **settings)
     rewrite(tmp_path / "adapter", change)
     with pytest.raises(ValueError, match=message):
-        merge(base, tmp_path / "adapter", tmp_path / "merged")
-
-
-@pytest.mark.parametrize(
-    ("shape", "message"),
-    [
-        ({"hidden": 16}, r"of another model: .*model\.layers\.0\.\S+\.weight is \(64, 32\), lora_A \(4, 16\)"),
-        ({"layers": 3}, r"of another model: there is no model\.layers\.2\."),
-        ({"kv_heads": 4}, r"k_proj\.weight is \(16, 32\), lora_B \(32, 4\)"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_an_adapter_of_another_base_is_refused(base, tmp_path, shape, message):
-    another = tiny_model_dir(tmp_path / "another", **shape)
-    peft_adapter(another, tmp_path / "adapter", target_modules=["q_proj", "k_proj", "up_proj"])
-    with pytest.raises(ValueError, match=message):
-        merge(base, tmp_path / "adapter", tmp_path / "merged")
+        merge(untied if "tied" in shape else base, tmp_path / "adapter", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 
 

@@ -1,7 +1,5 @@
 """Outputs of commands: what exists stays, unless this command began it or is told to replace it; inputs always stay."""
 
-from __future__ import annotations
-
 import json
 import os
 

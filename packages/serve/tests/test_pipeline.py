@@ -123,32 +123,18 @@ def test_a_changed_setting_makes_that_stage_and_what_follows_again(home, whole):
     assert weights(home / "changed" / "round_1" / "04_train") == weights(whole / "round_1" / "04_train")
 
 
-NEUTRAL = {
-    "cluster": "auto",
-    "ray_address": "127.0.0.1:1",
-    "wait_for_devices": 1.0,
-    "device_memory": 2.0,
-    "call_timeout": 60.0,
-    "stall": 5.0,
-    "timeline_every": 1,
-    "profile": "{steps: [2], models: [trainer]}",
-}
+NEUTRAL = [
+    *("runtime.cluster=auto", "runtime.ray_address=127.0.0.1:1", "runtime.wait_for_devices=1.0", "runtime.stall=5.0"),
+    *("runtime.device_memory=2.0", "runtime.call_timeout=60.0", "runtime.timeline_every=1", "sync.transport=disk"),
+    *("runtime.profile={steps: [2], models: [trainer]}", "data.cache=nowhere", "models.trainer.placement=spread"),
+]
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        *(f"stages.train.runtime.{key}={value}" for key, value in NEUTRAL.items()),
-        "stages.train.sync.transport=disk",
-        "stages.train.data.cache=nowhere",
-        "stages.train.models.trainer.placement=spread",
-        "stages.generate.data.cache=nowhere",
-    ],
-)
-def test_a_setting_without_effect_keeps_a_finished_stage(whole, override):
+def test_settings_without_effect_keep_a_finished_stage(whole):
     states = {path: path.read_text() for path in whole.rglob("stage.json")}
-    code, shown = run(whole.with_name("whole.yaml"), override)
-    assert code == 0 and shown.count("done before") == 8 == len(states)
+    overrides = [*(f"stages.train.{setting}" for setting in NEUTRAL), "stages.generate.data.cache=nowhere"]
+    code, shown = run(whole.with_name("whole.yaml"), *overrides)
+    assert code == 0 and shown.count("done before") == 8 == len(states), shown
     assert {path: path.read_text() for path in whole.rglob("stage.json")} == states
 
 
@@ -232,22 +218,17 @@ def test_sigkill_again_and_again(home, whole):
 
 
 SMALL = [
-    "rounds=2",
-    "stages.generate.data.chat_template=none",
-    "stages.generate.prompts=4",
-    "stages.generate.samples=4",
-    "stages.generate.sampling.max_new_tokens=8",
-    "stages.score=tests.digits:digits",
-    "stages.select.truncated=keep",
+    *("rounds=2", "stages.generate.data.chat_template=none", "stages.generate.prompts=4", "stages.generate.samples=4"),
+    *("stages.generate.sampling.max_new_tokens=8", "stages.score=tests.digits:digits", "stages.select.truncated=keep"),
     "stages.train.runtime={steps: 2, prompts_per_step: 2, threads: 1, plots: false, trackers: []}",
     "stages.train.data.chat_template=none",
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "more"),
-    [("rejection_sampling", ["stages.select.threshold=null"]), ("iterative_dpo", [])],
-)
+EXAMPLE_RUNS = [("rejection_sampling", ["stages.select.threshold=null"]), ("iterative_dpo", [])]
+
+
+@pytest.mark.parametrize(("name", "more"), EXAMPLE_RUNS)
 def test_the_examples(home, monkeypatch, name, more):
     monkeypatch.setenv("MODEL", str(home / "model"))
     monkeypatch.setenv("GSM8K", str(home))
@@ -277,9 +258,8 @@ def test_a_run_of_its_own_as_a_stage(home):
 
 
 def test_short_forms(home):
-    stages = pipeline.plan_stages(
-        load_pipeline(write(home, "short"), ["stages.score=math", "stages.select=best_worst"])
-    )
+    overrides = ["stages.score=math", "stages.select=best_worst"]
+    stages = pipeline.plan_stages(load_pipeline(write(home, "short"), overrides))
     assert [reward.fn for reward in stages[1].settings.reward] == ["math"]
     assert stages[2].settings.keep == "best_worst" and stages[2].settings.data == [str(stages[1].output)]
 
@@ -299,77 +279,60 @@ def test_a_reward_model_does_not_become_the_current_model(home):
     assert stages[1, "again"].settings.data.train[0].path == str(stages[1, "judge"].output)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("samples: 4", "sample: 4", "line 9: stages[0].generate.sample: unknown key; did you mean 'samples'?"),
-        (
-            "keep: best,",
-            "keep: bset,",
-            "line 13: stages[2].select.keep: is 'bset'; expected best | threshold | all | best_worst | labelled",
-        ),
-        ("- select:", "- selct:", "line 13: stages[2].selct: unknown key; did you mean 'select'?"),
-        (
-            "stages.select.output",
-            "stages.selct.output",
-            "line 18: stages[3].train.data.train: '${stages.selct.output}'",
-        ),
-        ("lr: 3.0e-3", "l: 3.0e-3", "line 19: stages[3].train.models.trainer.optimizer.l: unknown key"),
-        ("algorithm: sft", "algorithm: sff", "line 15: stages[3].train.algorithm: 'sff' is not in coalign.recipes"),
-        (
-            "tests.digits:digits",
-            "tests.digits:digit",
-            "'tests.digits:digit': 'tests.digits' has no 'digit'; did you mean 'digits'?",
-        ),
-        ("/model\n", "/modle\n", "line 3: model: there is no directory"),
-        ("gsm8k_train", "gsm8k_trian", "line 7: stages[0].generate.data.train.path: there is no file"),
-        ("  - score: ", "  - {{name: select, score: ", "a second stage is called 'select'; give it a `name`"),
-        ("rounds: 2", "round: 2", "line 4: round: unknown key; did you mean 'rounds'?"),
-        ("model: {home}/model\n", "", "stages[0].generate.model: missing: give the pipeline's `model`, or one here"),
-    ],
-)
-def test_bad_input(home, old, new, message):
-    text = TINY.replace("rounds: {rounds}", "rounds: 2").replace(old, new, 1)
-    if "name: select" in new:
-        text = text.replace('"tests.digits:digits"}}', '"tests.digits:digits"}}}}')
+BAD_TEXTS = [  # what stands in TINY, what is put there, and what is said
+    ("samples: 4", "sample: 4", "line 9: stages[0].generate.sample: unknown key; did you mean 'samples'?"),
+    ("keep: best,", "keep: bset,", "line 13: stages[2].select.keep: is 'bset'; expected best | threshold | all | b"),
+    ("- select:", "- selct:", "line 13: stages[2].selct: unknown key; did you mean 'select'?"),
+    ("stages.select.out", "stages.selct.out", "line 18: stages[3].train.data.train: '${stages.selct.output}'"),
+    ("lr: 3.0e-3", "l: 3.0e-3", "line 19: stages[3].train.models.trainer.optimizer.l: unknown key"),
+    ("algorithm: sft", "algorithm: sff", "line 15: stages[3].train.algorithm: 'sff' is not in coalign.recipes"),
+    ("digits:digits", "digits:digit", "'tests.digits:digit': 'tests.digits' has no 'digit'; did you mean 'digits'?"),
+    ("/model\n", "/modle\n", "line 3: model: there is no directory"),
+    ("gsm8k_train", "gsm8k_trian", "line 7: stages[0].generate.data.train.path: there is no file"),
+    ("  - score: ", "  - {{name: select, score: ", "a second stage is called 'select'; give it a `name`"),
+    ("rounds: 2", "round: 2", "line 4: round: unknown key; did you mean 'rounds'?"),
+    ("model: {home}/model\n", "", "stages[0].generate.model: missing: give the pipeline's `model`, or one here"),
+]
+BAD_OVERRIDES = [
+    ("stages.tran.seed=1", "there is no stage 'tran'; did you mean 'train'?"),
+    ("stages.train=5", "stages[3].train: is 5; expected a mapping of keys to values"),
+    ("stages.generate=best", "stages[0].generate: is 'best'; expected a mapping of keys to values"),
+    ("stages.train.sed=1", "override 'stages[3].train.sed=1': stages[3].train.sed: unknown key"),
+    ("stages.select.data=nothing.jsonl", "there is no file 'nothing.jsonl'"),
+    ("stages.train.runtime.save_copies_to=s3://bucket/run", "is not for stages"),
+]
+BAD_FILES = [
+    ("output: {home}/x\n", "stages: missing"),
+    ("stages: [{{score: {{}}, select: {{}}}}]\n", "stages[0]: has `score` and `select`; a stage is one of generate"),
+    ("stages: [{{select: {{keep: best}}}}]\n", "stages[0].select.data: missing: no stage comes before"),
+]
+
+
+def bad_inputs():
+    whole = TINY.replace("rounds: {rounds}", "rounds: 2")
+    for old, new, message in BAD_TEXTS:
+        text = whole.replace(old, new, 1)
+        if "name: select" in new:
+            text = text.replace('"tests.digits:digits"}}', '"tests.digits:digits"}}}}')
+        yield pytest.param(text, [], message, id=new.strip())
+    yield from (pytest.param(whole, [override], message, id=override) for override, message in BAD_OVERRIDES)
+    yield from (pytest.param(text, [], message, id=text.strip()) for text, message in BAD_FILES)
+
+
+@pytest.mark.parametrize(("text", "overrides", "message"), bad_inputs())
+def test_bad_input(home, text, overrides, message):
     path = write(home, "bad", text=text)
     with pytest.raises(ValueError) as caught:
-        pipeline.plan_stages(load_pipeline(path))
+        pipeline.plan_stages(load_pipeline(path, overrides))
     assert message.replace("line ", f"{path}:") in str(caught.value)
-
-
-def test_more_bad_input(home):
-    path = write(home, "bad")
-    with pytest.raises(ConfigError, match=r"there is no stage 'tran'; did you mean 'train'\?"):
-        load_pipeline(path, ["stages.tran.seed=1"])
-    with pytest.raises(ConfigError, match=r"stages\[3\]\.train: is 5; expected a mapping of keys to values"):
-        load_pipeline(path, ["stages.train=5"])
-    with pytest.raises(ConfigError, match=r"stages\[0\]\.generate: is 'best'; expected a mapping of keys to values"):
-        load_pipeline(path, ["stages.generate=best"])
-    with pytest.raises(
-        ConfigError, match=r"override 'stages\[3\]\.train\.sed=1': stages\[3\]\.train\.sed: unknown key"
-    ):
-        pipeline.plan_stages(load_pipeline(path, ["stages.train.sed=1"]))
-    with pytest.raises(ConfigError, match="stages: missing"):
-        load_pipeline(write(home, "empty", text="output: {home}/x\n"))
-    with pytest.raises(
-        ConfigError, match=r"stages\[0\]: has `score` and `select`; a stage is one of generate \| score"
-    ):
-        load_pipeline(write(home, "two", text="stages: [{{score: {{}}, select: {{}}}}]\n"))
-    with pytest.raises(ConfigError, match=r"stages\[0\]\.select\.data: missing: no stage comes before"):
-        pipeline.plan_stages(load_pipeline(write(home, "first", text="stages: [{{select: {{keep: best}}}}]\n")))
-    with pytest.raises(ConfigError, match="there is no file"):
-        load_pipeline(home / "nothing.yaml")
-    with pytest.raises(ConfigError, match=r"stages\[2\]\.select\.data.*: there is no file 'nothing.jsonl'"):
-        pipeline.plan_stages(load_pipeline(path, ["stages.select.data=nothing.jsonl"]))
-    with pytest.raises(ConfigError, match=r"stages\[3\]\.train\.runtime\.save_copies_to.*is not for stages"):
-        pipeline.plan_stages(load_pipeline(path, ["stages.train.runtime.save_copies_to=s3://bucket/run"]))
 
 
 def test_check_knows_a_pipeline_from_a_run(home):
     assert is_pipeline(write(home, "whole"))
     assert not is_pipeline(ROOT / "examples" / "gsm8k_sft.yaml")
     assert not is_pipeline(home / "nothing.yaml")  # reading it as a run says what is wrong
+    with pytest.raises(ConfigError, match="there is no file"):
+        load_pipeline(home / "nothing.yaml")
     shown = CliRunner().invoke(app, ["check", str(home / "whole.yaml"), "rounds=1"])
     assert shown.exit_code == 0 and "round 1 select: keep best" in shown.stdout and "round 2" not in shown.stdout
 

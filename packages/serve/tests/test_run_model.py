@@ -1,7 +1,5 @@
 """The templates of a run: what its models carry, and what commands use for them."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 
@@ -29,6 +27,8 @@ OURS = (
     "{% if add_generation_prompt %}A:{% if brief is defined and brief %}(brief){% endif %}{% endif %}"
 )
 ASKED = [{"role": "user", "content": "Hi"}]
+SAID = {"role": "assistant", "content": "Ho"}
+PAIR = {"prompt": "Hi", "chosen": "Ho", "rejected": "No"}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def train(base, tmp_path_factory):
 
     def train(algorithm="sft", rows=None, models=None, **data):
         folder = tmp_path_factory.mktemp("run")
-        rows = rows or [{"messages": [*ASKED, {"role": "assistant", "content": "Ho"}]}]
+        rows = rows or [{"messages": [*ASKED, SAID]}]
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         config = {
             "algorithm": algorithm,
@@ -69,7 +69,6 @@ def read_prompt(model, chat_template=None, arguments=None):
     server = load_text_tools(CompletionServerConfig(**config | {"model": find_model(str(model))})).template
     tokens = Conversation(settings)._template.prompt(ASKED)
     assert server.prompt(ASKED) == tokens
-    file = tokenizer_of(model)
     rows = []
     prompts = model / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "Hi"}) + "\n")
@@ -80,7 +79,7 @@ def read_prompt(model, chat_template=None, arguments=None):
         config = GenerateConfig(model=str(model), data=DataConfig.model_validate(data), sampling=sampling)
         generate(config, lambda record: None, Display(quiet=True))
     assert rows[0]["tokens"][: len(tokens)].tolist() == tokens
-    return file.decode(tokens)
+    return tokenizer_of(model).decode(tokens)
 
 
 def tokenizer_of(model):
@@ -95,10 +94,8 @@ def test_a_run_with_a_template_of_its_own(train, base, tmp_path):
     saved = AutoTokenizer.from_pretrained(folder / "model")
     assert saved.chat_template == OURS
     assert render(folder / "model") == "u:Hi;A:"
-    mask = saved.apply_chat_template(
-        [*ASKED, {"role": "assistant", "content": "Ho"}], return_assistant_tokens_mask=True, return_dict=True
-    )["assistant_masks"]
-    assert sum(mask) == 3  # so the next stage reads the blocks, too
+    read = saved.apply_chat_template([*ASKED, SAID], return_assistant_tokens_mask=True, return_dict=True)
+    assert sum(read["assistant_masks"]) == 3  # so the next stage reads the blocks, too
     assert read_prompt(folder) == "u:Hi;A:"
     assert read_prompt(folder, "auto") == "u:Hi;A:"
     assert read_prompt(folder, CHATML) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -137,26 +134,19 @@ def test_the_policy_for_reasoning_goes_with_our_templates(train):
 
 def test_a_reward_model_reads_as_it_was_trained(train, base):
     models = {"trainer": {"load": base, "num_gpu": 0, "head": "reward", "head_init": "zero"}}
-    pair = {"prompt": "Hi", "chosen": "Ho", "rejected": "No"}
-    folder = train("reward_model", [pair], models, chat_template=OURS, chat_template_kwargs={"brief": True})
+    folder = train("reward_model", [PAIR], models, chat_template=OURS, chat_template_kwargs={"brief": True})
     assert render(folder / "model") == "u:Hi;A:(brief)"
-    for model in (folder, folder / "model"):
-        judge = RewardModelJudge(JudgeConfig(reward_model=str(model)))
-        text = judge._reader.tokenizer.decode(
-            judge._reader.read([*ASKED, {"role": "assistant", "content": "Ho"}]).tokens
-        )
-        assert text == "u:Hi;A:Ho<|im_end|>"
+    texts = []
+    for config in ({"reward_model": folder}, {"reward_model": folder / "model"}, {"reward_template": "none"}):
+        judge = RewardModelJudge(JudgeConfig(**{"reward_model": str(config.pop("reward_model", folder))} | config))
+        texts.append(judge._reader.tokenizer.decode(judge._reader.read([*ASKED, SAID]).tokens))
         judge.close()
-    judge = RewardModelJudge(JudgeConfig(reward_model=str(folder), reward_template="none"))
-    read = judge._reader.read([*ASKED, {"role": "assistant", "content": "Ho"}])
-    assert judge._reader.tokenizer.decode(read.tokens) == "HiHo<|im_end|>"
-    judge.close()
+    assert texts == ["u:Hi;A:Ho<|im_end|>", "u:Hi;A:Ho<|im_end|>", "HiHo<|im_end|>"]
 
 
 def test_adapters_carry_it(train, base):
     models = {"trainer": {"load": base, "num_gpu": 0, "lora": {"rank": 2}}}
-    pair = {"prompt": "Hi", "chosen": "Ho", "rejected": "No"}
-    folder = train("dpo", [pair], models, chat_template=OURS)
+    folder = train("dpo", [PAIR], models, chat_template=OURS)
     [adapter] = (folder / "checkpoints").glob("step_*/adapter")
     assert AutoTokenizer.from_pretrained(adapter).chat_template == OURS
     assert AutoTokenizer.from_pretrained(folder / "model").chat_template == OURS
@@ -176,9 +166,10 @@ LITERALS = [True, False, 3, -0.5, "a", 'q"\\\n%} }} é 🙂', [1, "b", None], {"
 @pytest.mark.parametrize("value", LITERALS, ids=str)
 def test_arguments_are_written_as_they_are(value):
     tokenizer = tiny_tokenizer(chat_template=store_arguments("\n{{ x | tojson }}", {"x": value, "y": 1}))
-    assert tokenizer.apply_chat_template(ASKED, tokenize=False) == tiny_tokenizer(
-        chat_template="\n{{ x | tojson }}"
-    ).apply_chat_template(ASKED, tokenize=False, x=value)
+    plain = tiny_tokenizer(chat_template="\n{{ x | tojson }}")
+    assert tokenizer.apply_chat_template(ASKED, tokenize=False) == plain.apply_chat_template(
+        ASKED, tokenize=False, x=value
+    )
     assert tokenizer.apply_chat_template(ASKED, tokenize=False, x=7) == "\n7"
 
 
@@ -188,10 +179,11 @@ def test_vllm_reads_what_is_saved():
         arguments = {"reasoning_policy": "last", "enable_thinking": True, "brief": True}
         stored = store_arguments(jinja, arguments)
         assert hf._try_extract_ast(stored) is not None
-        given = hf.resolve_chat_template_kwargs(tiny_tokenizer(), stored, dict.fromkeys(arguments, 1))
-        assert (
-            given.keys() == hf.resolve_chat_template_kwargs(tiny_tokenizer(), jinja, dict.fromkeys(arguments, 1)).keys()
+        given, plain = (
+            hf.resolve_chat_template_kwargs(tiny_tokenizer(), template, dict.fromkeys(arguments, 1))
+            for template in (stored, jinja)
         )
+        assert given.keys() == plain.keys()
 
 
 def test_a_folder_that_is_no_runs(base, tmp_path):

@@ -26,9 +26,7 @@ SAID = {"role": "assistant", "content": "2, I think"}
 
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory):
-    path = tmp_path_factory.mktemp("judge")
-    tiny_reward_model_dir(path, seed=3)
-    return path
+    return tiny_reward_model_dir(tmp_path_factory.mktemp("judge"), seed=3)
 
 
 def settings(path, **changes):
@@ -63,12 +61,8 @@ def test_a_reward_model_over_every_kind_of_row(judge, tmp_path):
         {"prompt": "1+1=", "messages": [ASKED], "response": SAID["content"], "group": 7},
         {"prompt": "1+1=", "chosen": SAID["content"], "rejected": worse["content"]},
         {"chosen": [ASKED, SAID], "rejected": [ASKED, worse]},
-        {
-            "prompt": "1+1=",
-            "chosen": "a",
-            "rejected": "b",
-            "response": SAID["content"],
-        },  # generated from a pair's prompt
+        # generated from a pair's prompt
+        {"prompt": "1+1=", "chosen": "a", "rejected": "b", "response": SAID["content"]},
     )
     rows, _ = scored(path, tmp_path, reward_model=str(judge))
     right, wrong = expected(judge, [ASKED, SAID]), expected(judge, [ASKED, worse])
@@ -85,17 +79,8 @@ def test_pair_accuracy_and_spread(tmp_path):
     path = write_rows(tmp_path / "p.jsonl", *({"prompt": "q", "chosen": a, "rejected": b} for a, b in pairs))
     rows, counts = scored(path, tmp_path, reward=LENGTH)
     assert [(r["chosen_score"], r["rejected_score"]) for r in rows] == [(4.0, 1.0), (1.0, 4.0), (4.0, 4.0)]
-    assert counts == {
-        "rows": 3,
-        "scored": 6,
-        "unscored": 0,
-        "mean": 3.0,
-        "std": pytest.approx(2**0.5),
-        "min": 1.0,
-        "max": 4.0,
-        "pairs": 3,
-        "pair_accuracy": 0.5,  # one right, one wrong, one tie
-    }
+    assert counts.pop("std") == pytest.approx(2**0.5) and counts.pop("pair_accuracy") == 0.5  # right, wrong, a tie
+    assert counts == {"rows": 3, "scored": 6, "unscored": 0, "mean": 3.0, "min": 1.0, "max": 4.0, "pairs": 3}
 
 
 def test_several_functions_are_summed_by_weight(tmp_path):
@@ -120,9 +105,8 @@ def test_empty_responses(judge, tmp_path):
     found, counts = scored(write_rows(tmp_path / "e.jsonl", *rows), tmp_path, reward=reward)
     assert [row["score"] for row in found] == [None, 1.0] and counts["unscored"] == 1
     found, _ = scored(tmp_path / "e.jsonl", tmp_path, reward_model=str(judge))
-    assert found[0]["score"] == pytest.approx(
-        expected(judge, [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]), abs=1e-5
-    )
+    said = [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]
+    assert found[0]["score"] == pytest.approx(expected(judge, said), abs=1e-5)
     pair = write_rows(tmp_path / "p.jsonl", {"prompt": "q", "chosen": "", "rejected": "b"}, rows[1])
     found, counts = scored(pair, tmp_path, reward=LENGTH)
     assert found[0]["score"] is None and found[1]["score"] == 1.0 and counts["unscored"] == 1
@@ -139,21 +123,18 @@ def test_beyond_the_reward_models_context(judge, tmp_path):
     assert rows[0]["score"] is None and rows[1]["score"] is not None
     said = err.export_text()
     assert "1 long; first: group 0, index 0 has 2" in said and "l.jsonl:1)" in said
-    for policy in ("truncate_left", "error"):
-        data = DataConfig(train=[SourceConfig(path=str(path))], on_long=policy)
-        config = settings(path, reward_model=str(judge), data=data)
-        if policy == "error":
-            with pytest.raises(ValueError, match=r"group 0, index 0 has 2\d+ tokens; .*l\.jsonl:1"):
-                score(config, tmp_path / policy, Display(err=err))
-        else:
-            assert score(config, tmp_path / policy, Display(err=err))["scored"] == 2
+    cut, refused = (
+        settings(path, reward_model=str(judge), data=DataConfig(train=[SourceConfig(path=str(path))], on_long=policy))
+        for policy in ("truncate_left", "error")
+    )
+    assert score(cut, tmp_path / "cut", Display(err=err))["scored"] == 2
+    with pytest.raises(ValueError, match=r"group 0, index 0 has 2\d+ tokens; .*l\.jsonl:1"):
+        score(refused, tmp_path / "refused", Display(err=err))
 
 
 def test_on_the_command_line(judge, tmp_path):
-    path, out = (
-        write_rows(tmp_path / "r.jsonl", {"prompt": "q", "chosen": "long", "rejected": "s"}),
-        tmp_path / "out.jsonl",
-    )
+    path = write_rows(tmp_path / "r.jsonl", {"prompt": "q", "chosen": "long", "rejected": "s"})
+    out = tmp_path / "out.jsonl"
     options = ["-i", str(path), "-o", str(out)]
     result = CliRunner().invoke(app, ["score", str(judge), *options])
     assert result.exit_code == 0 and "pair_accuracy" in result.stdout
@@ -175,34 +156,33 @@ def test_a_killed_call_goes_on_with_the_same_numbers(judge, tmp_path, monkeypatc
         kill_after(patch, ResumableOutput, "add", 2)
         scored(path, tmp_path, reward_model=str(judge))
     calls, real = [], FSDPModule.forward_step
-    monkeypatch.setattr(
-        FSDPModule, "forward_step", lambda self, batch: (calls.append(len(batch)), real(self, batch))[1]
-    )
+    monkeypatch.setattr(FSDPModule, "forward_step", lambda self, b: (calls.append(len(b)), real(self, b))[1])
     assert scored(path, tmp_path, reward_model=str(judge)) == (whole, counts)
     assert calls == [2, 1]
 
 
-def test_what_is_wrong_is_said(judge, tmp_path):
-    good = write_rows(tmp_path / "good.jsonl", {"prompt": "q", "response": "r"})
-    bad = write_rows(tmp_path / "bad.jsonl", {"prompt": "q", "response": "r"}, {"prompt": "q", "answer": "r"})
-    with pytest.raises(ValueError, match=r"bad\.jsonl:2: nothing to score: the row has neither 'response' nor "):
-        scored(bad, tmp_path, reward=LENGTH)
-    keyless = write_rows(tmp_path / "keyless.jsonl", {"question": "q", "response": "r"})
-    with pytest.raises(ValueError, match=r"keyless\.jsonl:1: no key 'prompt'; the row has question, response"):
-        scored(keyless, tmp_path, reward=LENGTH)
-    with pytest.raises(ValueError, match=r"none\.jsonl holds no rows"):
-        scored(write_rows(tmp_path / "none.jsonl"), tmp_path, reward=LENGTH)
+ROW = {"prompt": "q", "response": "r"}
+WRONG = [
+    ([ROW, {"prompt": "q", "answer": "r"}], {"reward": LENGTH}, r"rows\.jsonl:2: nothing to score: .*nor "),
+    ([{"question": "q", "response": "r"}], {"reward": LENGTH}, r":1: no key 'prompt'; the row has question, r"),
+    ([], {"reward": LENGTH}, r"rows\.jsonl holds no rows"),
+    ([ROW], {"reward": [{"fn": "math", "retries": 0}]}, "no response could be scored; .*has no 'answer' to compare"),
+    ([ROW], {}, "nothing to score with: give `reward`"),
+    ([ROW], {"reward": LENGTH, "reward_model": "judge"}, "there is a `reward` as well"),
+]
+
+
+@pytest.mark.parametrize(("rows", "changes", "message"), WRONG, ids=[message for *_, message in WRONG])
+def test_what_is_wrong_is_said(tmp_path, rows, changes, message):
+    with pytest.raises((ValueError, RewardError), match=message):
+        scored(write_rows(tmp_path / "rows.jsonl", *rows), tmp_path, **changes)
+    assert not (tmp_path / "scored.jsonl").exists()
+
+
+def test_files_that_are_not_there_or_no_reward_model(tmp_path):
+    good = write_rows(tmp_path / "good.jsonl", ROW)
     with pytest.raises(FileNotFoundError, match=r"god\.jsonl does not exist; did you mean .*good\.jsonl"):
         scored(tmp_path / "god.jsonl", tmp_path, reward=LENGTH)
     tiny_model_dir(tmp_path / "lm")
-    with pytest.raises(
-        ValueError, match=r"lacks \['score.weight'\] for a model with head 'reward'; it was not trained"
-    ):
+    with pytest.raises(ValueError, match=r"lacks \['score.weight'\] for a model with head 'reward'; it was not"):
         scored(good, tmp_path, reward_model=str(tmp_path / "lm"))
-    with pytest.raises(RewardError, match=r"no response could be scored; .*has no 'answer' to compare with"):
-        scored(good, tmp_path, reward=[{"fn": "math", "retries": 0}])
-    with pytest.raises(ValueError, match="nothing to score with: give `reward`"):
-        settings(good)
-    with pytest.raises(ValueError, match="there is a `reward` as well"):
-        settings(good, reward=LENGTH, reward_model=str(judge))
-    assert not (tmp_path / "scored.jsonl").exists()

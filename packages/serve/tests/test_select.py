@@ -18,21 +18,10 @@ def selected(path, tmp_path, **changes):
 
 @pytest.fixture
 def path(tmp_path):
-    return write_rows(
-        tmp_path / "scored.jsonl",
-        said(0, "a", 0.0),
-        said(0, "b", 1.0),
-        said(0, "c", 1.0),
-        said(0, "d", -1.0),
-        said(1, "a", 0.5),
-        said(1, "b", 0.5),
-        said(2, "a", 0.25),
-        said(3, "a", None),
-        said(4, "a", 3.0, status="truncated"),
-        said(4, "b", 1.0),
-        said(4, "b", 1.0),
-        said(4, "c", 0.75),
-    )
+    scores = [(0, "a", 0.0), (0, "b", 1.0), (0, "c", 1.0), (0, "d", -1.0), (1, "a", 0.5), (1, "b", 0.5), (2, "a", 0.25)]
+    rows = [said(*row) for row in [*scores, (3, "a", None)]]
+    rows += [said(4, "a", 3.0, status="truncated"), said(4, "b", 1.0), said(4, "b", 1.0), said(4, "c", 0.75)]
+    return write_rows(tmp_path / "scored.jsonl", *rows)
 
 
 def conversation(group, response, score):
@@ -58,12 +47,8 @@ def test_every_response_that_is_good_enough_once(path, tmp_path):
 
 def test_every_response_once(path, tmp_path):
     rows, _ = selected(path, tmp_path, keep="all")
-    assert [(r["group"], r["messages"][-1]["content"]) for r in rows] == [
-        *[(0, x) for x in "abcd"],
-        *[(1, x) for x in "ab"],
-        (2, "a"),
-        *[(4, x) for x in "bc"],
-    ]
+    found = [f"{row['group']}{row['messages'][-1]['content']}" for row in rows]
+    assert found == ["0a", "0b", "0c", "0d", "1a", "1b", "2a", "4b", "4c"]
 
 
 def test_every_response_with_a_label(path, tmp_path):
@@ -75,13 +60,8 @@ def test_every_response_with_a_label(path, tmp_path):
 def test_the_best_against_the_worst(path, tmp_path):
     rows, counts = selected(path, tmp_path, keep="best_worst")
     scores = {"margin": 2.0, "chosen_score": 1.0, "rejected_score": -1.0}
-    assert rows[0] == {
-        "prompt": [{"role": "user", "content": "q0"}],
-        "chosen": "b",
-        "rejected": "d",
-        **scores,
-        "group": 0,
-    }
+    assert rows[0].pop("prompt") == [{"role": "user", "content": "q0"}]
+    assert rows[0] == {"chosen": "b", "rejected": "d", **scores, "group": 0}
     assert [row["group"] for row in rows] == [0, 4]
     assert counts["dropped/tie"] == 1 and counts["dropped/single_response"] == 1
     rows, counts = selected(path, tmp_path, keep="best_worst", min_margin=0.5)
@@ -107,19 +87,25 @@ def test_conversations_and_tools_are_kept(tmp_path):
     assert found["messages"] == [*asked, {"role": "assistant", "content": "r"}] and found["tools"] == [{"name": "f"}]
 
 
-def test_what_is_wrong_is_said(path, tmp_path):
-    with pytest.raises(
-        ValueError, match=r"nothing is left to learn from of .*scored.jsonl: .*4 dropped/below_threshold"
-    ):
+def test_rows_that_leave_nothing_or_have_no_score(path, tmp_path):
+    message = r"nothing is left to learn from of .*scored.jsonl: .*4 dropped/below_threshold"
+    with pytest.raises(ValueError, match=message):
         selected(path, tmp_path, keep="threshold", threshold=9.0, truncated="keep")
     assert not (tmp_path / "selected.jsonl").exists()
     with pytest.raises(ValueError, match=r"u\.jsonl:1: no `score` and `response`; the row has prompt, response"):
         selected(write_rows(tmp_path / "u.jsonl", {"prompt": "q", "response": "r"}), tmp_path, keep="best")
-    with pytest.raises(ValueError, match="keep `threshold` needs it"):
-        SelectConfig(keep="threshold")
-    with pytest.raises(ValueError, match="keep `labelled` needs it"):
-        SelectConfig(keep="labelled")
-    with pytest.raises(ValueError, match="has no effect with keep `all`"):
-        SelectConfig(keep="all", threshold=1.0)
-    with pytest.raises(ValueError, match="has no effect with keep `best`"):
-        SelectConfig(keep="best", min_margin=1.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"keep": "threshold"}, "keep `threshold` needs it"),
+        ({"keep": "labelled"}, "keep `labelled` needs it"),
+        ({"keep": "all", "threshold": 1.0}, "has no effect with keep `all`"),
+        ({"keep": "best", "min_margin": 1.0}, "has no effect with keep `best`"),
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_fit(settings, message):
+    with pytest.raises(ValueError, match=message):
+        SelectConfig(**settings)

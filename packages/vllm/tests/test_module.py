@@ -79,9 +79,8 @@ def test_what_devices_cannot_share_is_refused(directory, tmp_path):
     with pytest.raises(ValueError, match=r"models\.policy\.tensor_parallel is 3, which does not divide .* 2 attention"):
         module(directory, tensor_parallel=3).setup()
     uneven = tiny_model_dir(tmp_path, hidden=48, heads=6, kv_heads=2)
-    with pytest.raises(
-        ValueError, match=r"tensor_parallel is 3, which neither divides nor is a multiple of the model's 2 heads"
-    ):
+    message = r"tensor_parallel is 3, which neither divides nor is a multiple of the model's 2 heads"
+    with pytest.raises(ValueError, match=message):
         module(uneven, tensor_parallel=3).setup()
 
 

@@ -40,9 +40,8 @@ def problems(facts, **needs):
 
 def ailing(**changes):
     """The problems of three nodes of which `b` has these facts."""
-    return problems(
-        replace(WELL, nodes=[FIRST, replace(SECOND, **changes), THIRD]), compiles=True, requires=["network"]
-    )
+    nodes = [FIRST, replace(SECOND, **changes), THIRD]
+    return problems(replace(WELL, nodes=nodes), compiles=True, requires=["network"])
 
 
 def test_nodes_that_are_well_have_no_problem():
@@ -81,16 +80,14 @@ def test_a_device_that_is_not_well(changes, level, found):
     assert first[:3] == ("devices", "b", level) and first[3].startswith(found)
 
 
+BUSY = ProcessorFacts(64, 8, 8, 13.0)
+
+
 @pytest.mark.parametrize(
     ("changes", "check", "level", "found"),
     [
         ({"processors": ProcessorFacts(64, 64, 2)}, "processors", "warn", "2 of 64 by the container's quota"),
-        (
-            {"processors": ProcessorFacts(64, 8, 8, 13.0)},
-            "processors",
-            "warn",
-            "load 13.0 on 8: other processes compute there",
-        ),
+        ({"processors": BUSY}, "processors", "warn", "load 13.0 on 8: other processes compute there"),
         ({"memory_free": GIB // 2}, "memory", "fail", "512 MiB of 512.0 GiB free"),
         ({"memory_free": 2 * GIB}, "memory", "warn", "2.0 GiB of 512.0 GiB free"),
         ({"disks": {"hub cache": DiskFacts("/c", 100 * GIB, GIB // 4)}}, "disk", "fail", "hub cache /c: 256 MiB free"),
@@ -124,18 +121,14 @@ def test_locked_memory_matters_where_there_is_infiniband():
 def test_a_clock_is_compared_with_the_one_in_the_middle():
     skewed = replace(WELL, clocks={"a": -7200.0, "b": -7200.1, "c": -7190.0})  # the others differ from this machine's
     assert problems(skewed) == [("clocks", "c", "warn", "its clock is 10.0 s ahead")]
-    assert problems(replace(WELL, clocks={"a": 0.0, "b": 0.0, "c": -90.0}))[0][2:] == (
-        "fail",
-        "its clock is 90.0 s behind",
-    )
+    late = replace(WELL, clocks={"a": 0.0, "b": 0.0, "c": -90.0})
+    assert problems(late)[0][2:] == ("fail", "its clock is 90.0 s behind")
 
 
 def test_links_between_nodes():
     slow = replace(WELL, links=[NodeLink("a", "b", 5e7), NodeLink("b", "a", problem="ConnectionRefusedError: no")])
-    assert problems(slow) == [
-        ("bandwidth", "a → b", "warn", "50 MB/s"),
-        ("bandwidth", "b → a", "fail", "ConnectionRefusedError: no"),
-    ]
+    expected = [("bandwidth", "a → b", "warn", "50 MB/s"), ("bandwidth", "b → a", "fail", "ConnectionRefusedError: no")]
+    assert problems(slow) == expected
 
 
 def test_a_folder_that_is_not_shared():
@@ -150,22 +143,15 @@ def test_one_row_for_the_same_problem_of_several_nodes():
 
 
 def test_a_node_that_does_not_answer():
-    assert problems(replace(WELL, errors={"d": "ModuleNotFoundError: coalign"}))[0] == (
-        "nodes",
-        "d",
-        "fail",
-        "ModuleNotFoundError: coalign",
-    )
+    said = "ModuleNotFoundError: coalign"
+    assert problems(replace(WELL, errors={"d": said}))[0] == ("nodes", "d", "fail", said)
     assert len(problems(ClusterFacts([], {"d": "no"}))) == 1
 
 
 def test_what_nvidia_smi_and_the_kernel_print():
     text = "0, 580.65, 0, No\n1, 580.65, 2, Yes\n2, 580.65, [N/A], [N/A]\n"
     rows = read_smi_table(text)
-    assert [(r.driver, r.ecc_errors, r.pages_pending) for r in rows.values()] == [
-        ("580.65", 0, False),
-        ("580.65", 2, True),
-        ("580.65", None, False),
-    ]
+    found = [(row.driver, row.ecc_errors, row.pages_pending) for row in rows.values()]
+    assert found == [("580.65", 0, False), ("580.65", 2, True), ("580.65", None, False)]
     log = "[1.0] NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus.\n" * 2
     assert read_xids(log + "[2.0] NVRM: Xid (PCI:0000:86:00): 31, MMU") == (("0000:3b:00", 79), ("0000:86:00", 31))

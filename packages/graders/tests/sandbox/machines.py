@@ -4,8 +4,12 @@ import asyncio
 import os
 import shutil
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
+
+import psutil
+import pytest
 
 from coalign_graders.sandbox import sandbox
 from coalign_graders.sandbox.sandbox import Sandbox, SandboxLimits
@@ -52,6 +56,22 @@ def children_of(pid):
         with suppress(FileNotFoundError, ProcessLookupError):
             children += map(int, (task / "children").read_text().split())
     return children
+
+
+def processes_of(pid):
+    """The process and all below it; those that end meanwhile are left out."""
+    try:
+        return [pid, *(one for child in children_of(pid) for one in processes_of(child))]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def wait_until_gone(pids):
+    for _ in range(500):
+        if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+            return
+        time.sleep(0.02)
+    pytest.fail(f"still there: {pids}")
 
 
 def run_all(*jobs, limits=PATIENT, readable=()):

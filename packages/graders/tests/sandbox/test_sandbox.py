@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from coalign_graders.sandbox import sandbox
@@ -20,7 +21,14 @@ from coalign_graders.sandbox.sandbox import (
     find_shortfalls,
     require_limits,
 )
-from packages.graders.tests.sandbox.machines import children_of, make_machine, run, run_all
+from packages.graders.tests.sandbox.machines import (
+    children_of,
+    make_machine,
+    processes_of,
+    run,
+    run_all,
+    wait_until_gone,
+)
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
 SECRET = "coalign-test-secret"
@@ -262,26 +270,12 @@ def test_a_daemon_does_not_outlive_its_job():
 def find_sandbox_processes():
     """Return processes of sandboxes below this one, or that have lost their parent; not those of tests beside it."""
     found = set()
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if entry.name.isdecimal() and is_of_ours(entry.name):
-                parents = find_parents(entry.name)
-                if os.getpid() in parents or parents[0] == 1:
-                    found.add(int(entry.name))
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            parents = [parent.pid for parent in process.parents()]
+            if sandbox._SUPERVISOR in process.cmdline() and (os.getpid() in parents or parents[0] == 1):
+                found.add(process.pid)
     return found
-
-
-def is_of_ours(pid):
-    try:
-        return b"rewards/sandbox" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def find_parents(pid):
-    """Return the parent of a process, its parent, and so on."""
-    parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return [parent, *(find_parents(parent) if parent > 1 else [])]
 
 
 def test_it_dies_with_whoever_started_it(tmp_path):
@@ -296,25 +290,13 @@ def test_it_dies_with_whoever_started_it(tmp_path):
             sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE, env={**os.environ, "TMPDIR": str(tmp_path)}
         )
         await process.stdout.readline()
-        while not (inside := [p for child in children_of(process.pid) for p in descendants(child)][1:]):
+        while not (inside := processes_of(process.pid)[2:]):
             await asyncio.sleep(0.01)
         process.kill()
         await process.wait()
         return inside
 
-    inside = asyncio.run(killed())
-    for _ in range(500):
-        if not any(map(is_of_ours, inside)):
-            return
-        time.sleep(0.02)
-    pytest.fail(f"still there: {inside}")
-
-
-def descendants(pid):
-    try:
-        return [pid, *(p for child in children_of(pid) for p in descendants(child))]
-    except (FileNotFoundError, ProcessLookupError):
-        return []
+    wait_until_gone(asyncio.run(killed()))
 
 
 def test_cancelling_ends_it(machine):
@@ -358,9 +340,8 @@ def test_this_machine_is_attacked_before_it_is_trusted(machine):
 def test_a_machine_that_cannot_keep_a_limit_is_refused_by_name(tmp_path, monkeypatch):
     weak = "landlock.apply = seccomp.apply = lambda **_: False; rights.isolate = lambda: False"
     make_machine(weak, tmp_path, monkeypatch)
-    with pytest.raises(
-        LimitNotEnforceable, match=r"network \(needs a seccomp.*files \(needs Landlock.*`require: \[memory, time\]`"
-    ):
+    message = r"network \(needs a seccomp.*files \(needs Landlock.*`require: \[memory, time\]`"
+    with pytest.raises(LimitNotEnforceable, match=message):
         require_limits(sandbox.REQUIREMENTS)
     require_limits(("memory", "time"))
     find_shortfalls.cache_clear()

@@ -22,13 +22,8 @@ def test_a_grid_is_all_combinations_in_the_order_of_the_file():
 
 
 def test_draws_keep_to_their_bounds_and_to_their_seed():
-    space = {
-        "a": {"uniform": [1, 2.5]},
-        "b": {"loguniform": [1e-6, 1e-2]},
-        "c": {"randint": [3, 5]},
-        "d": ["x", "y"],
-        "e": {"choice": [True]},
-    }
+    space = {"a": {"uniform": [1, 2.5]}, "b": {"loguniform": [1e-6, 1e-2]}, "c": {"randint": [3, 5]}}
+    space |= {"d": ["x", "y"], "e": {"choice": [True]}}
     drawn = list_settings(configure(space, search="random", trials=300))
     assert drawn == list_settings(configure(space, search="random", trials=300))
     assert drawn != list_settings(configure(space, search="random", trials=300, seed=1))

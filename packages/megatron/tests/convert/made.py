@@ -7,52 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from coalign_megatron import families
 from coalign_megatron.layouts.megatron import MegatronLayout, Mesh, split_layers
 from coalign_megatron.layouts.shards import cut
 
-SIZES = {
-    "vocab_size": 300,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+SIZES = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, **SIZES}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True, **SIZES}
-MIXTRAL = {
-    "architectures": ["MixtralForCausalLM"],
-    "model_type": "mixtral",
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    **SIZES,
-}
-GPT2 = {  # transposed matrices
-    "architectures": ["GPT2LMHeadModel"],
-    "model_type": "gpt2",
-    "vocab_size": 300,
-    "n_positions": 64,
-    "n_embd": 16,
-    "n_layer": 4,
-    "n_head": 4,
-}
-OPT = {  # rows in front that nobody reads
-    "architectures": ["OPTForCausalLM"],
-    "model_type": "opt",
-    "vocab_size": 300,
-    "hidden_size": 16,
-    "ffn_dim": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "word_embed_proj_dim": 16,
-    "do_layer_norm_before": True,
-}
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", **SIZES}
+MIXTRAL |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 300}  # transposed matrices
+GPT2 |= {"n_positions": 64, "n_embd": 16, "n_layer": 4, "n_head": 4}
+OPT = {"architectures": ["OPTForCausalLM"], "model_type": "opt", **SIZES}  # rows in front that nobody reads
+OPT |= {"ffn_dim": 32, "word_embed_proj_dim": 16, "do_layer_norm_before": True}
 
 
 def tensors(hf: dict[str, Any], dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
@@ -72,6 +43,15 @@ def model(path: Path, hf: dict[str, Any], weights: dict[str, Tensor] | None = No
     (path / "tokenizer.json").write_text("{}")
     save_file(tensors(hf) if weights is None else weights, path / "model.safetensors", {"format": "pt"})
     return path
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a Hugging Face directory."""
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 def legacy(path: Path, hf: dict[str, Any], *, mesh: Mesh, virtual: int = 1, spec: Any = "local", nested=False) -> Path:

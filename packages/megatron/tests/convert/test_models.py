@@ -47,13 +47,10 @@ class TestWithMegatron:
         from coalign_megatron.backend.verify import compare_models
 
         monkeypatch.setitem(LLAMA.layer, "mlp.linear_fc1", ConcatenatedTensors(("mlp.up_proj", "mlp.gate_proj")))
-        request = ConversionRequest(
-            source=source(tmp_path, "llama"), output=tmp_path / "dist", to="megatron", verify=True
-        )
-        with pytest.raises(
-            WeightError, match=r"differ by .* in log-probs or entropies of 64 tokens; 1e-04 is tolerated"
-        ):
-            convert(request, models=compare_models)
+        given = {"source": source(tmp_path, "llama"), "output": tmp_path / "dist", "to": "megatron", "verify": True}
+        message = r"differ by .* in log-probs or entropies of 64 tokens; 1e-04 is tolerated"
+        with pytest.raises(WeightError, match=message):
+            convert(ConversionRequest(**given), models=compare_models)
         assert not (tmp_path / "dist").exists()
 
     def test_a_family_that_transformers_does_not_have(self, tmp_path):

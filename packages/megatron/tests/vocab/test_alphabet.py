@@ -33,17 +33,14 @@ def test_characters_spell_whole_characters_only():
     assert CharacterAlphabet(" ").spell(b" foo") == " foo"
 
 
+DIGITS_AND_BYTES = pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.ByteLevel()])
+
+
 @pytest.mark.parametrize(
     ("parts", "spelled"),
     [
         ({"pre_tokenizer": pre_tokenizers.ByteLevel(), "decoder": decoders.ByteLevel()}, "Ġfoo"),
-        (
-            {
-                "pre_tokenizer": pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.ByteLevel()]),
-                "decoder": decoders.ByteLevel(),
-            },
-            "Ġfoo",
-        ),
+        ({"pre_tokenizer": DIGITS_AND_BYTES, "decoder": decoders.ByteLevel()}, "Ġfoo"),
         ({"pre_tokenizer": pre_tokenizers.Metaspace(), "decoder": decoders.Metaspace()}, "▁foo"),
         ({"normalizer": normalizers.Replace(" ", "▁"), "decoder": decoders.Replace("▁", " ")}, "▁foo"),
         ({"pre_tokenizer": pre_tokenizers.Whitespace()}, " foo"),

@@ -88,9 +88,8 @@ def test_the_native_engine_and_the_trainer_run_it(pair):
     tokenizer = AutoTokenizer.from_pretrained(pair[1])
     ids = torch.tensor(tokenizer(NEW_TEXT)["input_ids"], dtype=torch.int32)
     assert int(ids.max()) == 334
-    policy = NativeModule(
-        ModelConfig(module="native", load=str(pair[1]), sampling={"max_new_tokens": 4}), Context(samples_per_prompt=2)
-    )
+    config = ModelConfig(module="native", load=str(pair[1]), sampling={"max_new_tokens": 4})
+    policy = NativeModule(config, Context(samples_per_prompt=2))
     policy.setup()
     out = policy.generate(Batch(torch.tensor([len(ids)]), {"tokens": ids}, {"group": torch.tensor([0])}))
     trainer = FSDPModule(ModelConfig(load=str(pair[1]), frozen=True), Context(model="ref"))
@@ -106,9 +105,8 @@ def test_a_reward_model(tokens, tmp_path):
     for file in (tmp_path / "lm").glob("*token*"):
         shutil.copy(file, tmp_path / "old")
     extend(tmp_path / "old", tokens, tmp_path / "new")
-    old, new = (
-        AutoModelForSequenceClassification.from_pretrained(tmp_path / d, num_labels=1).eval() for d in ("old", "new")
-    )
+    auto = AutoModelForSequenceClassification
+    old, new = (auto.from_pretrained(tmp_path / d, num_labels=1).eval() for d in ("old", "new"))
     ids = AutoTokenizer.from_pretrained(tmp_path / "new")(OLD_TEXT, return_tensors="pt")["input_ids"]
     assert torch.equal(old(ids).logits, new(ids).logits)
     module = FSDPModule(ModelConfig(load=str(tmp_path / "new"), head="reward", frozen=True), Context(model="rm"))
@@ -190,9 +188,7 @@ def test_old_tokens_without_a_row_get_one(tmp_path):
     report = extend(old, tmp_path / "list.txt", tmp_path / "new", pad_to_multiple=1)
     assert report.table()["old tokens that had no row (mean of all rows)"] == 1
     assert report.table()["spare rows used"] == 0
-    before, after = (
-        AutoModelForCausalLM.from_pretrained(d).get_input_embeddings().weight for d in (old, tmp_path / "new")
-    )
+    before, after = (load(path)[0].get_input_embeddings().weight for path in (old, tmp_path / "new"))
     assert len(after) == 334 and torch.equal(after[:332], before)
     torch.testing.assert_close(after[332], before.mean(0))
 
@@ -231,16 +227,9 @@ def test_the_command(tokens, tmp_path):
     before, after = (AutoTokenizer.from_pretrained(d) for d in (old, tmp_path / "new"))
     counts = [sum(len(t(line)["input_ids"]) for line in ("a zoo\n", "a <|tool|>\n")) for t in (before, after)]
     shown = " ".join(result.output.split())
-    for row in (
-        "tokens read 2",
-        "new tokens 2",
-        "tokens of the tokenizer before 333",
-        "rows of the model after 340",
-        "spare rows used 2",
-        f"sample: tokens before {counts[0]}",
-        f"sample: tokens after {counts[1]}",
-    ):
-        assert row in shown
+    rows = ["tokens read 2", "new tokens 2", "tokens of the tokenizer before 333", "rows of the model after 340"]
+    rows += ["spare rows used 2", f"sample: tokens before {counts[0]}", f"sample: tokens after {counts[1]}"]
+    assert [row for row in rows if row not in shown] == []
 
 
 @pytest.mark.parametrize(

@@ -37,59 +37,38 @@ def bytes_of(seed: int, size: int, path: Path) -> list[bytes]:
     return read_tokens(path / "tokenizer.json").tokens
 
 
-# ---- by hand
-
-
-def test_two_old_pieces_become_one():
-    merged = merge_tokens(small("t o a l to al", "t+o a+l"), [b"toal"], 6)
-    assert merged.pieces == [[4, 5]] and merged.steps == []
-    assert parts(merged.tokenizer, "toal") == ["toal"]
-    assert parts(merged.tokenizer, "toaltoal") == ["toal", "toal"]
-    assert parts(merged.tokenizer, "toatal") == ["to", "a", "t", "al"]
-
-
-def test_three_old_pieces_need_a_step():
-    merged = merge_tokens(small("t o a l to al", "t+o a+l"), [b"total"], 6)
-    assert merged.pieces == [[4, 0, 5], [4, 0]] and merged.steps == ["tot"]
-    assert merged.tokenizer.token_to_id("total") == 6 and merged.tokenizer.token_to_id("tot") == 7
-    assert parts(merged.tokenizer, "total") == ["total"]
-
-
-def test_no_step_where_the_source_has_one():
-    merged = merge_tokens(small("t o a l to al", "t+o a+l"), [b"tal", b"total"], 6)
-    assert merged.steps == [] and parts(merged.tokenizer, "total") == ["total"]
-
-
-def test_old_merges_go_first():
+TOTAL = ("t o a l to al", "t+o a+l")
+BY_HAND = {  # a vocabulary, its merges, new tokens, what texts become; the steps on the way, and what is out of reach
+    "two old pieces become one": (
+        *TOTAL, ["toal"], {"toal": "toal", "toaltoal": "toal toal", "toatal": "to a t al"}, [], []
+    ),
+    "three old pieces need a step": (*TOTAL, ["total"], {"total": "total"}, ["tot"], []),
+    "no step where the source has one": (*TOTAL, ["tal", "total"], {"total": "total"}, [], []),
     # `ab c`, never `a bc`: the old tokenizer joins a and b, whatever the new pieces would prefer.
-    merged = merge_tokens(small("a b c ab", "a+b"), [b"bc"], 4)
-    assert parts(merged.tokenizer, "abc") == ["ab", "c"]
-    assert parts(merged.tokenizer, "bc") == ["bc"]
-
-
-def test_no_new_way_to_an_old_piece():
+    "old merges go first": ("a b c ab", "a+b", ["bc"], {"abc": "ab c", "bc": "bc"}, [], []),
     # bc is old, and made of b and c; `abc` comes as `ab c` and could be reached by a new way to `bc` only.
-    old = small("a b c d ab bc cd abc bcd", "a+b b+c c+d a+bc b+cd")
-    assert parts(old, "abcd") == ["ab", "cd"]
-    merged = merge_tokens(old, [b"abcd"], 9)
-    assert parts(merged.tokenizer, "abcd") == ["abcd"]  # ab and cd are neighbours
-    assert parts(merged.tokenizer, "abc") == parts(old, "abc") == ["ab", "c"]
-
-
-def test_out_of_reach_is_told():
+    "no new way to an old piece": (
+        "a b c d ab bc cd abc bcd", "a+b b+c c+d a+bc b+cd", ["abcd"], {"abcd": "abcd", "abc": "ab c"}, [], []
+    ),
     # a b c stands as three pieces, and both ab and bc are old pieces that nothing merges to.
-    old = small("a b c ab bc", "")
-    merged = merge_tokens(old, [b"abc", b"cb"], 5)
-    assert merged.unreachable == ["abc"] and merged.pieces == [[2, 1]]
-    assert parts(merged.tokenizer, "abccb") == ["a", "b", "c", "cb"]
+    "out of reach": ("a b c ab bc", "", ["abc", "cb"], {"abccb": "a b c cb"}, [], ["abc"]),
+    # `abc d` would be a way; `abc` cannot be made, `cd` and `bcd` can.
+    "no way through what stays out": (
+        "a b c d ab bc", "", ["abc", "abcd"], {"abcd": "abcd"}, ["cd", "bcd"], ["abc"]
+    ),
+}  # fmt: skip
 
 
-def test_a_way_through_a_token_that_stays_out_is_no_way():
-    # `abc d` would be one; `abc` cannot be made (ab and bc are old pieces that nothing merges to), `cd` and `bcd` can.
-    merged = merge_tokens(small("a b c d ab bc", ""), [b"abc", b"abcd"], 6)
-    assert merged.unreachable == ["abc"] and merged.steps == ["cd", "bcd"]
-    assert merged.tokenizer.token_to_id("abc") is None
-    assert parts(merged.tokenizer, "abcd") == ["abcd"]
+@pytest.mark.parametrize(("vocab", "merges", "new", "texts", "steps", "missed"), BY_HAND.values(), ids=BY_HAND)
+def test_by_hand(vocab, merges, new, texts, steps, missed):
+    old, first = small(vocab, merges), len(vocab.split())
+    merged = merge_tokens(old, [token.encode() for token in new], first)
+    assert {text: " ".join(parts(merged.tokenizer, text)) for text in texts} == texts
+    assert (merged.steps, merged.unreachable) == (steps, missed)
+    entered = [token for token in new if token not in missed] + steps
+    assert merged.pieces == [old.encode(token).ids for token in entered]
+    assert [merged.tokenizer.token_to_id(token) for token in entered] == [*range(first, first + len(entered))]
+    assert not any(merged.tokenizer.token_to_id(token) for token in missed)
 
 
 def test_a_character_that_was_only_bytes():
@@ -126,15 +105,11 @@ def test_whole_words_without_merges():
     assert merged.tokenizer.encode("a zebra").tokens == ["a", "Ġzebra"] and len(merged.pieces[0]) > 2
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        models.WordPiece(vocab={"a": 0}, unk_token="a"),
-        models.Unigram([("a", 0.0)]),
-        models.BPE(end_of_word_suffix="</w>"),
-    ],
-    ids=["wordpiece", "unigram", "suffix"],
-)
+OTHERS = {"wordpiece": models.WordPiece(vocab={"a": 0}, unk_token="a"), "unigram": models.Unigram([("a", 0.0)])}
+OTHERS |= {"suffix": models.BPE(end_of_word_suffix="</w>")}
+
+
+@pytest.mark.parametrize("model", OTHERS.values(), ids=OTHERS)
 def test_other_tokenizers_are_refused(model):
     with pytest.raises(ValueError, match="byte-level or SentencePiece BPE only; give the tokens as a text file"):
         merge_tokens(Tokenizer(model), [b"ab"], 1)

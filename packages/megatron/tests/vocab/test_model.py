@@ -1,7 +1,9 @@
 """Rows of a vocabulary in weights and files."""
 
 import json
+from contextlib import contextmanager
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -105,31 +107,15 @@ def test_files_without_a_table_are_copied_unread(tmp_path, monkeypatch):
     target.mkdir()
     read = []
 
-    class Watched:
-        def __init__(self, path, framework):
-            self.path, self.file = path, safe_open(path, framework)
+    @contextmanager
+    def watched(path, framework):
+        with safe_open(path, framework) as file:
+            get_tensor = lambda name: (read.append(path.name), file.get_tensor(name))[1]  # noqa: E731
+            yield SimpleNamespace(keys=file.keys, metadata=file.metadata, get_tensor=get_tensor)
 
-        def __enter__(self):
-            self.file.__enter__()
-            return self
-
-        def __exit__(self, *error):
-            return self.file.__exit__(*error)
-
-        def keys(self):
-            return self.file.keys()
-
-        def metadata(self):
-            return self.file.metadata()
-
-        def get_tensor(self, name):
-            read.append(self.path.name)
-            return self.file.get_tensor(name)
-
-    monkeypatch.setattr(import_module("coalign_megatron.vocab.extend"), "safe_open", Watched)
-    write_weights(
-        source, target, {"model.embed_tokens.weight", "lm_head.weight"}, VocabularyRows.plan(320, 259, [[1]], 64)
-    )
+    monkeypatch.setattr(import_module("coalign_megatron.vocab.extend"), "safe_open", watched)
+    tables = {"model.embed_tokens.weight", "lm_head.weight"}
+    write_weights(source, target, tables, VocabularyRows.plan(320, 259, [[1]], 64))
     index = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
     assert set(read) == {index["model.embed_tokens.weight"]} and len(set(index.values())) > 1
 

@@ -1,7 +1,5 @@
 """A Megatron parameter made of whole tensors, and cut as tensor-parallel ranks have it; and the ways back."""
 
-from __future__ import annotations
-
 from coalign_megatron.layouts.shards import Shard, ShardBox, cut
 
 

@@ -1,7 +1,5 @@
 """Every family: its tensors are visited once and its parameters filled once, and the way back is the way there."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

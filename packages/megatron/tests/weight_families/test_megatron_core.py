@@ -99,11 +99,7 @@ def built(config, mesh, rank, vocabulary):
 
 
 MESHES = [(Mesh(), 0), (Mesh(tensor=2, pipeline=2), 0), (Mesh(tensor=2, pipeline=2), 3)]
-MESHES += [
-    (Mesh(tensor=2, data=2, expert=2, expert_tensor=2), 3),
-    (Mesh(tensor=2, data=1, expert=2), 1),
-    (Mesh(tensor=4), 2),
-]
+MESHES += [(Mesh(tensor=2, data=2, expert=2, expert_tensor=2), 3), (Mesh(tensor=2, expert=2), 1), (Mesh(tensor=4), 2)]
 
 
 def ours(config, mesh, rank, vocabulary):

@@ -1,7 +1,5 @@
 """Where numbers lie, by hand: each kind of line and of cut, stages, experts, names; and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -10,17 +8,11 @@ from coalign_megatron.layouts.megatron import MegatronLayout, Mesh, split_layers
 from coalign_megatron.layouts.shards import cut
 from packages.megatron.tests.weight_families.parameters import from_hf, join_parts, part, to_hf
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "num_hidden_layers": 2,
-    "hidden_size": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 4,
-    "vocab_size": 5,
-    "max_position_embeddings": 8,
-}
+LLAMA = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "hidden_size": 4, "num_attention_heads": 4}
+LLAMA |= {"num_key_value_heads": 2, "intermediate_size": 4, "vocab_size": 5, "max_position_embeddings": 8}
 MIXTRAL = LLAMA | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+BLOOM = {"architectures": ["BloomForCausalLM"], "n_layer": 1, "hidden_size": 4, "n_head": 2, "vocab_size": 5}
+GPT2 = {"architectures": ["GPT2LMHeadModel"], "n_layer": 1, "n_head": 2, "n_embd": 2, "vocab_size": 5, "n_positions": 8}
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 WORDS = "embedding.word_embeddings.weight"
 
@@ -61,6 +53,8 @@ def test_gate_and_up_are_cut_before_they_are_joined():
     naive = full.chunk(2)
     assert not torch.equal(naive[0], part(parameter, full, 0, 2))
     assert not torch.equal(join_parts(parameter, naive), full)
+    columns = held(LLAMA, 1, tensor=2)["decoder.layers.0.mlp.linear_fc2.weight"]  # row-parallel
+    assert [piece.full for piece in columns.pieces] == [((0, 4), (2, 4))]
 
 
 def test_queries_keys_and_values_group_by_group():
@@ -82,8 +76,7 @@ def test_blocks_of_queries_keys_and_values_are_taken_apart():
 
 
 def test_what_is_packed_by_head_already_stays():
-    hf = {"architectures": ["BloomForCausalLM"], "n_layer": 1, "hidden_size": 4, "n_head": 2, "vocab_size": 5}
-    parameter = made(hf)[2][QKV]
+    parameter = made(BLOOM)[2][QKV]
     name = "transformer.h.0.self_attention.query_key_value.weight"
     assert rows(from_hf(parameter, {name: numbers(12)})) == list(range(12))
 
@@ -102,15 +95,13 @@ def test_a_rank_of_more_than_there_are_groups_may_have_no_queries():
     shard = held(LLAMA, 1, tensor=4)[QKV]
     at = "model.layers.0.self_attn."
     assert [piece.name for piece in shard.pieces] == [f"{at}k_proj.weight", f"{at}v_proj.weight"]
-    full = {
-        f"{at}{name}_proj.weight": numbers(n, first) for name, n, first in (("q", 4, 0), ("k", 2, 10), ("v", 2, 20))
-    }
+    sources = {"q": numbers(4), "k": numbers(2, 10), "v": numbers(2, 20)}
+    full = {f"{at}{name}_proj.weight": tensor for name, tensor in sources.items()}
     assert rows(dict(cut(full.__getitem__, [shard]))[QKV]) == [10, 20]
 
 
 def test_weights_that_are_stored_transposed():
-    hf = {"architectures": ["GPT2LMHeadModel"], "n_layer": 1, "n_head": 2, "n_embd": 2, "vocab_size": 5}
-    parameters = made(hf, n_positions=8)[2]
+    parameters = made(GPT2)[2]
     fc1 = parameters["decoder.layers.0.mlp.linear_fc1.weight"]
     stored = torch.arange(16.0).view(2, 8)  # [in, out]
     full = from_hf(fc1, {"transformer.h.0.mlp.c_fc.weight": stored})
@@ -143,8 +134,7 @@ def test_a_vocabulary_is_padded_at_its_end_and_the_padding_dropped():
 
 
 def test_a_bias_of_what_is_cut_by_rows_is_whole():
-    hf = {"architectures": ["BloomForCausalLM"], "n_layer": 1, "hidden_size": 4, "n_head": 2, "vocab_size": 5}
-    kinds = {name: parameter.sharding for name, parameter in made(hf)[2].items()}
+    kinds = {name: parameter.sharding for name, parameter in made(BLOOM)[2].items()}
     assert kinds["decoder.layers.0.mlp.linear_fc1.bias"] == "column"
     assert kinds["decoder.layers.0.mlp.linear_fc2.weight"] == "row"
     assert kinds["decoder.layers.0.mlp.linear_fc2.bias"] == "replicated"
@@ -194,37 +184,22 @@ def test_experts_count_from_zero_on_each_rank():
 
 
 def test_experts_are_not_cut_by_tensor_parallelism():
-    shard = held(MIXTRAL, 1, tensor=2, data=1, expert=2)[
-        "decoder.layers.0.mlp.experts.local_experts.1.linear_fc2.weight"
-    ]
+    name = "decoder.layers.0.mlp.experts.local_experts.1.linear_fc2.weight"
+    shard = held(MIXTRAL, 1, tensor=2, data=1, expert=2)[name]
     assert shard.shape == (4, 4) and shard.pieces[0].name == "model.layers.0.block_sparse_moe.experts.3.w2.weight"
 
 
 # ---- names
 
-V3 = LLAMA | {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "q_lora_rank": 4,
-    "kv_lora_rank": 4,
-    "qk_nope_head_dim": 2,
-    "qk_rope_head_dim": 2,
-    "v_head_dim": 2,
-    "n_routed_experts": 2,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 1,
-    "moe_intermediate_size": 4,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-}
+V3 = LLAMA | {"architectures": ["DeepseekV3ForCausalLM"], "q_lora_rank": 4, "kv_lora_rank": 4, "v_head_dim": 2}
+V3 |= {"qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "n_routed_experts": 2, "n_shared_experts": 1, "n_group": 1}
+V3 |= {"num_experts_per_tok": 1, "moe_intermediate_size": 4, "first_k_dense_replace": 1, "topk_group": 1}
 
 
 def test_transformer_engine_has_norms_in_the_layers_they_feed():
     own = held(LLAMA, 0, spec="te")
-    assert (
-        own["decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"].like
-        == "model.layers.0.input_layernorm.weight"
-    )
+    norm = own["decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"]
+    assert norm.like == "model.layers.0.input_layernorm.weight"
     assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in own
     assert not any("input_layernorm" in name or "pre_mlp" in name for name in own)
     own = held(MIXTRAL, 0, spec="te")
@@ -238,10 +213,8 @@ def test_latent_attention_is_whole_in_transformer_engine_and_cut_in_the_local_sp
     assert "decoder.layers.0.self_attention.linear_kv_up_proj.layer_norm_weight" in te
     assert "decoder.layers.0.input_layernorm.weight" in te
     bias = made(V3)[2]["decoder.layers.1.mlp.router.expert_bias"]
-    assert (
-        from_hf(bias, {"model.layers.1.mlp.gate.e_score_correction_bias": torch.ones(2).bfloat16()}).dtype
-        == torch.float32
-    )
+    stored = {"model.layers.1.mlp.gate.e_score_correction_bias": torch.ones(2).bfloat16()}
+    assert from_hf(bias, stored).dtype == torch.float32
 
 
 def test_names_before_core():
@@ -259,16 +232,7 @@ def test_names_before_core():
 
 
 def test_checkpoints_without_a_prefix_with_buffers_and_with_a_copy_of_the_head():
-    family, config, _ = made(
-        {
-            "architectures": ["GPT2LMHeadModel"],
-            "n_layer": 1,
-            "n_head": 2,
-            "n_embd": 2,
-            "vocab_size": 5,
-            "n_positions": 8,
-        }
-    )
+    family, config, _ = made(GPT2)
     names = list(family.sources(config))
     bare = [name.removeprefix("transformer.") for name in names]
     assert family.stored_names(config, [*bare, "h.0.attn.bias"]) == dict(zip(names, bare, strict=True))
@@ -285,76 +249,46 @@ def test_old_and_new_words_for_rotary_embeddings():
 # ---- what is refused
 
 
-def test_an_unknown_architecture_is_answered_with_the_nearest():
-    with pytest.raises(ValueError, match=r"for 'LlamaForCausaLM'; known are LlamaForCausalLM, "):
-        families.find_family({"architectures": ["LlamaForCausaLM"]})
-    with pytest.raises(ValueError, match=r"for 'qwen4'; known are qwen"):
-        families.find_family({"model_type": "qwen4"})
+def lay(hf, stages=None, **mesh):
+    return MegatronLayout(made(hf)[1], Mesh(**mesh), stages or split_layers(2))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"vocab_size": None}, r"'vocab_size' is missing"),
-        ({"attention_bias": True}, r"'attention_bias' is True; .* has False"),
-        ({"hidden_act": "mish"}, r"'hidden_act' is 'mish'; Megatron has \["),
-        ({"rope_scaling": {"rope_type": "longrope"}}, r"rope scaling is 'longrope'; known are"),
-    ],
-)
-def test_a_configuration_that_megatron_cannot_have(settings, message):
-    with pytest.raises(ValueError, match=message):
-        made(LLAMA, **settings)
-
-
-def test_missing_and_extra_tensors_are_all_named():
+def name_without_output_layers():
     family, config, _ = made(LLAMA)
     names = [name for name in family.sources(config) if "o_proj" not in name]
-    with pytest.raises(
-        ValueError, match=r"missing \['model.layers.0.self_attn.o_proj.weight', .*1.* extra \['model.x'\]"
-    ):
-        family.stored_names(config, [*names, "model.x"])
+    family.stored_names(config, [*names, "model.x"])
 
 
-def test_a_shape_that_the_configuration_does_not_say():
-    parameter = made(LLAMA)[2][WORDS]
-    with pytest.raises(ValueError, match=r"'model.embed_tokens.weight' .* \(6, 4\), the configuration says \(5, 4\)"):
-        from_hf(parameter, {"model.embed_tokens.weight": numbers(6)})
+TWELVE = {"num_attention_heads": 12, "num_key_value_heads": 3, "hidden_size": 12}
+REFUSED = {
+    "architecture": (lambda: families.find_family({"architectures": ["LlamaForCausaLM"]}),
+                     r"for 'LlamaForCausaLM'; known are LlamaForCausalLM, "),
+    "model type": (lambda: families.find_family({"model_type": "qwen4"}), r"for 'qwen4'; known are qwen"),
+    "missing key": (lambda: made(LLAMA, vocab_size=None), r"'vocab_size' is missing"),
+    "bias": (lambda: made(LLAMA, attention_bias=True), r"'attention_bias' is True; .* has False"),
+    "activation": (lambda: made(LLAMA, hidden_act="mish"), r"'hidden_act' is 'mish'; Megatron has \["),
+    "rope": (lambda: made(LLAMA, rope_scaling={"rope_type": "longrope"}), r"rope scaling is 'longrope'; known are"),
+    "missing and extra tensors": (name_without_output_layers,
+                                  r"missing \['model.layers.0.self_attn.o_proj.weight', .*1.* extra \['model.x'\]"),
+    "shape": (lambda: from_hf(made(LLAMA)[2][WORDS], {"model.embed_tokens.weight": numbers(6)}),
+              r"'model.embed_tokens.weight' .* \(6, 4\), the configuration says \(5, 4\)"),
+    "heads": (lambda: lay(LLAMA, tensor=3), r"num_attention_heads 4 does not divide by 3 ranks"),
+    "mlp": (lambda: lay(LLAMA | {"intermediate_size": 6}, tensor=4), r"ffn_hidden_size 6 does not divide by 4 ranks"),
+    "experts": (lambda: lay(MIXTRAL, data=3, expert=3), r"num_moe_experts 4 does not divide by 3 ranks"),
+    "groups": (lambda: lay(LLAMA | TWELVE, tensor=4),
+               r"num_query_groups 3 is neither a multiple nor a divisor of 4 ranks"),
+    "layers": (lambda: split_layers(7, 2), r"7 layers do not divide by 2 stages × 1 chunks"),
+    "order of layers": (lambda: lay(LLAMA, (((1,),), ((0,),)), pipeline=2),
+                        r"stages have the layers \[1, 0\] in this order; the model has 2"),
+    "stages": (lambda: lay(LLAMA, pipeline=2), r"2 stages of as many chunks each"),
+    "vocabulary": (lambda: held(LLAMA, 0, divisor=1, tensor=2),
+                   r"'embedding.word_embeddings.weight' \[5, 4\]: 5 .* do not divide by 2 ranks"),
+    "experts before core": (lambda: held(MIXTRAL, 0, spec="legacy"),
+                            r"'decoder.layers.0.mlp.router.weight' has no name in Megatron-LM before core"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("hf", "mesh", "message"),
-    [
-        (LLAMA, {"tensor": 3}, r"num_attention_heads 4 does not divide by 3 ranks"),
-        (LLAMA | {"intermediate_size": 6}, {"tensor": 4}, r"ffn_hidden_size 6 does not divide by 4 ranks"),
-        (MIXTRAL, {"data": 3, "expert": 3}, r"num_moe_experts 4 does not divide by 3 ranks"),
-        (
-            LLAMA | {"num_attention_heads": 12, "num_key_value_heads": 3, "hidden_size": 12},
-            {"tensor": 4},
-            r"num_query_groups 3 is neither a multiple nor a divisor of 4 ranks",
-        ),
-    ],
-)
-def test_a_layout_that_does_not_divide(hf, mesh, message):
+@pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
-        MegatronLayout(made(hf)[1], Mesh(**mesh), split_layers(2))
-
-
-def test_stages_that_do_not_fit():
-    with pytest.raises(ValueError, match=r"7 layers do not divide by 2 stages × 1 chunks"):
-        split_layers(7, 2)
-    with pytest.raises(ValueError, match=r"stages have the layers \[1, 0\] in this order; the model has 2"):
-        MegatronLayout(made(LLAMA)[1], Mesh(pipeline=2), (((1,),), ((0,),)))
-    with pytest.raises(ValueError, match=r"2 stages of as many chunks each"):
-        MegatronLayout(made(LLAMA)[1], Mesh(pipeline=2), split_layers(2))
-
-
-def test_a_vocabulary_that_does_not_divide():
-    with pytest.raises(ValueError, match=r"'embedding.word_embeddings.weight' \[5, 4\]: 5 .* do not divide by 2 ranks"):
-        held(LLAMA, 0, divisor=1, tensor=2)
-
-
-def test_experts_have_no_names_before_core():
-    with pytest.raises(
-        ValueError, match=r"'decoder.layers.0.mlp.router.weight' has no name in Megatron-LM before core"
-    ):
-        held(MIXTRAL, 0, spec="legacy")
+        call()

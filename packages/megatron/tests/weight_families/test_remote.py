@@ -1,8 +1,6 @@
 """Families of remote code against models of transformers that compute the same: the forward passes that are written
 down here, and what the families make of their tensors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -12,15 +10,8 @@ from packages.megatron.tests.weight_families.checkpoints import checkpoint
 from packages.megatron.tests.weight_families.parameters import from_hf
 
 TOKENS = torch.arange(12) * 7 % 131
-SIZES = {
-    "vocab_size": 131,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": None,
-}
+SIZES = {"vocab_size": 131, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 64, "pad_token_id": None}
 
 
 def as_baichuan(hf, tensors):
@@ -33,50 +24,36 @@ def as_baichuan(hf, tensors):
     return "llama", {"num_key_value_heads": 4, "rms_norm_eps": hf["rms_norm_eps"]}, found
 
 
-def as_qwen(hf, tensors):
-    """Qwen 2 by other names, but that queries, keys and values are one tensor."""
-    found = {
-        "model.embed_tokens.weight": tensors["transformer.wte.weight"],
-        "model.norm.weight": tensors["transformer.ln_f.weight"],
-        "lm_head.weight": tensors["lm_head.weight"],
-    }
-    names = {
-        "input_layernorm": "ln_1",
-        "post_attention_layernorm": "ln_2",
-        "self_attn.o_proj": "attn.c_proj",
-        "mlp.gate_proj": "mlp.w2",
-        "mlp.up_proj": "mlp.w1",
-        "mlp.down_proj": "mlp.c_proj",
-    }
+def rename(tensors, ends, layers, names, packed, sizes):
+    """The tensors of a twin: by other names, and queries, keys and values of ``packed`` apart."""
+    twins = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+    found = {twin: tensors[f"{name}.weight"] for twin, name in zip(twins, ends, strict=True)}
     for i in range(2):
-        at, there = f"model.layers.{i}.", f"transformer.h.{i}."
+        at, there = f"model.layers.{i}.", f"{layers}.{i}."
         found |= {f"{at}{name}.weight": tensors[f"{there}{other}.weight"] for name, other in names.items()}
         for what in ("weight", "bias"):
-            parts = tensors[f"{there}attn.c_attn.{what}"].chunk(3)
+            parts = tensors[f"{there}{packed}.{what}"].split(sizes)
             found |= {f"{at}self_attn.{name}_proj.{what}": part for name, part in zip("qkv", parts, strict=True)}
+    return found
+
+
+def as_qwen(hf, tensors):
+    """Qwen 2 by other names, but that queries, keys and values are one tensor."""
+    names = {"input_layernorm": "ln_1", "post_attention_layernorm": "ln_2", "self_attn.o_proj": "attn.c_proj"}
+    names |= {"mlp.gate_proj": "mlp.w2", "mlp.up_proj": "mlp.w1", "mlp.down_proj": "mlp.c_proj"}
+    ends = ("transformer.wte", "transformer.ln_f", "lm_head")
+    found = rename(tensors, ends, "transformer.h", names, "attn.c_attn", 32)
     return "qwen2", {"num_key_value_heads": 4, "rms_norm_eps": hf["layer_norm_epsilon"]}, found
 
 
 def as_chatglm(hf, tensors):
     """GLM-4 by other names, but that queries, keys and values are one tensor."""
-    found = {
-        "model.embed_tokens.weight": tensors["transformer.embedding.word_embeddings.weight"],
-        "model.norm.weight": tensors["transformer.encoder.final_layernorm.weight"],
-        "lm_head.weight": tensors["transformer.output_layer.weight"],
-    }
-    names = {
-        "input_layernorm": "input_layernorm",
-        "post_attention_layernorm": "post_attention_layernorm",
-        "self_attn.o_proj": "self_attention.dense",
-        "mlp.gate_up_proj": "mlp.dense_h_to_4h",
-        "mlp.down_proj": "mlp.dense_4h_to_h",
-    }
-    for i in range(2):
-        at, there = f"model.layers.{i}.", f"transformer.encoder.layers.{i}."
-        found |= {f"{at}{name}.weight": tensors[f"{there}{other}.weight"] for name, other in names.items()}
-        for what in ("weight", "bias"):
-            parts = tensors[f"{there}self_attention.query_key_value.{what}"].split((32, 16, 16))
-            found |= {f"{at}self_attn.{name}_proj.{what}": part for name, part in zip("qkv", parts, strict=True)}
+    names = {name: name for name in ("input_layernorm", "post_attention_layernorm")}
+    names |= {"self_attn.o_proj": "self_attention.dense", "mlp.gate_up_proj": "mlp.dense_h_to_4h"}
+    names |= {"mlp.down_proj": "mlp.dense_4h_to_h"}
+    ends = ("embedding.word_embeddings", "encoder.final_layernorm", "output_layer")
+    ends, layers = [f"transformer.{name}" for name in ends], "transformer.encoder.layers"
+    found = rename(tensors, ends, layers, names, "self_attention.query_key_value", (32, 16, 16))
     return "glm", {"num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": hf["layernorm_epsilon"]}, found
 
 
@@ -124,11 +101,8 @@ def test_what_of_baichuan_is_alibi_and_what_has_a_normalised_head():
         case: families.find_family(checkpoint(case)[0]).config(checkpoint(case)[0])
         for case in ("baichuan_7b", "baichuan_13b", "baichuan2_7b")
     }
-    assert {case: (c.position_embedding_type, c.normalised_head) for case, c in configs.items()} == {
-        "baichuan_7b": ("rope", False),
-        "baichuan_13b": ("alibi", False),
-        "baichuan2_7b": ("rope", True),
-    }
+    expected = {"baichuan_7b": ("rope", False), "baichuan_13b": ("alibi", False), "baichuan2_7b": ("rope", True)}
+    assert {case: (c.position_embedding_type, c.normalised_head) for case, c in configs.items()} == expected
 
 
 def test_a_normalised_head_does_not_see_the_length_of_its_rows():

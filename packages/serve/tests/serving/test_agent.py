@@ -101,6 +101,10 @@ async def wants_two(client, row):
     await client.chat.completions.create(messages=QUESTION, n=2)
 
 
+async def two_at_once(client, row):
+    await asyncio.gather(*(client.chat.completions.create(messages=QUESTION) for _ in range(2)))
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -109,6 +113,7 @@ async def wants_two(client, row):
         (invents, "an answer that the policy did not give"),
         (changes_tools, "tools are not those of the first call"),
         (wants_two, "one answer at a time"),
+        (two_at_once, "one turn at a time"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -116,15 +121,6 @@ def test_what_an_episode_cannot_record_is_refused(wrong, message):
     one, outcome = agents(wrong.__name__, "5", "6")
     assert one.status == Status.ERROR
     assert re.search(message, str(outcome.error))
-
-
-async def two_at_once(client, row):
-    await asyncio.gather(*(client.chat.completions.create(messages=QUESTION) for _ in range(2)))
-
-
-def test_one_turn_at_a_time():
-    one, outcome = agents("two_at_once", "5", "6")
-    assert one.status == Status.ERROR and "one turn at a time" in str(outcome.error)
 
 
 def broken_call_agent(client, row):
@@ -185,12 +181,9 @@ def strangers(address, row):
         assert answer.startswith(b"HTTP/1.1 400") and b"message" in answer
 
     good = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
-    messages = st.lists(
-        st.fixed_dictionaries({"role": JSON, "content": JSON}, optional={"tool_calls": JSON}), max_size=3
-    )
-    said = st.fixed_dictionaries(
-        {"messages": messages | JSON}, optional={"tools": JSON, "stop": JSON, "max_tokens": JSON}
-    )
+    message = st.fixed_dictionaries({"role": JSON, "content": JSON}, optional={"tool_calls": JSON})
+    options = {"tools": JSON, "stop": JSON, "max_tokens": JSON}
+    said = st.fixed_dictionaries({"messages": st.lists(message, max_size=3) | JSON}, optional=options)
     bodies = (said | JSON).map(lambda value: json.dumps(value).encode()) | damage(body)
     damaged = damage(good) | damage(head + chunked, [head, chunked])
     try_requests(port, st.binary(max_size=200) | damaged | make_requests(head, bodies), row["cases"])

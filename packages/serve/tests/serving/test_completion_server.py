@@ -1,6 +1,5 @@
 """`coalign serve`: OpenAI's own client, streams, batches, bad requests, clients that leave, replicas."""
 
-import contextlib
 import json
 import os
 import signal
@@ -9,8 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -26,6 +23,7 @@ from coalign_serve.serving.completion_answer import ChatWriter, GrowingAnswer
 from coalign_serve.serving.completion_server import build_completion_server, load_text_tools, serve
 from coalign_serve.serving.engine_loop import OPEN_SESSIONS, AnswerEnd, ChosenToken, GenerationJob
 from coalign_serve.serving.engine_process import build_model_config, start_engine, start_replicas
+from packages.serve.tests.serving.http import call, running
 from tests.runs import ROOT
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 
@@ -33,17 +31,9 @@ NAME = "tiny"
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-@contextlib.contextmanager
 def serving(source, config, key=None):
     """The address of a server of this source, within the context."""
-    server = build_completion_server(source, load_text_tools(config), config, NAME, key)
-    listener = socket.create_server(("127.0.0.1", 0))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server.should_exit = True
-    thread.join(30)
-    assert not thread.is_alive()
+    return running(build_completion_server(source, load_text_tools(config), config, NAME, key))
 
 
 @pytest.fixture(scope="module")
@@ -70,27 +60,22 @@ def client(served):
     return openai.OpenAI(base_url=f"{served[0]}/v1", api_key="none", max_retries=0)
 
 
-def call(url, body=None, **headers):
-    """(status, JSON) of a GET, or of a POST of ``body`` (bytes as they are)."""
-    data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=60) as response:
-            return response.status, json.load(response)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
-
-
 def complete(base, **body):
-    status, answer = call(f"{base}/v1/completions", {"model": NAME, "prompt": "abc", **body})
+    status, answer, _ = call(f"{base}/v1/completions", {"model": NAME, "prompt": "abc", **body})
     assert status == 200, answer
     return [choice["text"] for choice in answer["choices"]]
 
 
-def wait_until_idle(base):
+def wait_until(condition):
     deadline = time.monotonic() + 20
-    while call(f"{base}/health")[1]["computing"]:
+    while not condition():
         assert time.monotonic() < deadline
-        time.sleep(0.02)
+        time.sleep(0.01)
+
+
+def count(base, what):
+    """Of a server's health: answers that are `computing`, or `done`."""
+    return call(f"{base}/health")[1][what]
 
 
 def test_greedy_answers_are_those_of_generate(client, model):
@@ -151,8 +136,7 @@ def test_requests_are_computed_together(served):
         engine.pause()
         with ThreadPoolExecutor(8) as pool:
             asked = [pool.submit(complete, base, prompt="x" * (i + 1), max_tokens=16, temperature=0) for i in range(8)]
-            while call(f"{base}/health")[1]["computing"] < 8:
-                time.sleep(0.01)
+            wait_until(lambda: count(base, "computing") == 8)
             time.sleep(0.1)
             engine.resume()
             together = [each.result()[0] for each in asked]
@@ -182,12 +166,9 @@ def test_a_stop_string_ends_the_answer_and_is_no_part_of_it(served):
     base = served[0]
     whole = complete(base, seed=9, max_tokens=32)[0]
     stop = next(c for c in whole[3:] if c != "\ufffd")
-    status, answer = call(
-        f"{base}/v1/completions",
-        {"model": NAME, "prompt": "abc", "seed": 9, "max_tokens": 32, "stop": [stop, "never there"]},
-    )
-    assert status == 200 and answer["choices"][0]["text"] == whole[: whole.index(stop)]
-    assert answer["choices"][0]["finish_reason"] == "stop"
+    body = {"model": NAME, "prompt": "abc", "seed": 9, "max_tokens": 32, "stop": [stop, "never there"]}
+    [choice] = call(f"{base}/v1/completions", body)[1]["choices"]
+    assert choice["text"] == whole[: whole.index(stop)] and choice["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize(
@@ -217,7 +198,7 @@ def test_a_stop_string_ends_the_answer_and_is_no_part_of_it(served):
 )
 def test_a_bad_request_is_refused_in_the_form_of_openai(served, path, body, status, message):
     body = {"model": NAME, **body} if isinstance(body, dict) else body
-    code, answer = call(f"{served[0]}/v1/{path}", body)
+    code, answer, _ = call(f"{served[0]}/v1/{path}", body)
     assert code == status and message in answer["error"]["message"]
     assert answer["error"].keys() == {"message", "type", "param", "code"} and answer["error"]["code"] == status
 
@@ -232,21 +213,17 @@ def leave(base, **body):
         if body.get("stream"):
             assert connection.recv(10)
         else:
-            while not call(f"{base}/health")[1]["computing"]:
-                time.sleep(0.01)
+            wait_until(lambda: count(base, "computing"))
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_answers_to_a_client_that_leaves_are_cut(served, stream):
     base, loop = served
-    before = call(f"{base}/health")[1]["done"]
+    before = count(base, "done")
     leave(base, stream=stream)
-    wait_until_idle(base)
-    assert call(f"{base}/health")[1]["done"] == before
-    deadline = time.monotonic() + 20
-    while loop._driver.busy:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: not count(base, "computing"))
+    assert count(base, "done") == before
+    wait_until(lambda: not loop._driver.busy)
 
 
 def test_a_full_server_turns_requests_away(served):
@@ -254,9 +231,8 @@ def test_a_full_server_turns_requests_away(served):
     loop._module.engine.pause()
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(complete, base, n=60)
-        while not call(f"{base}/health")[1]["computing"]:
-            time.sleep(0.01)
-        status, answer = call(f"{base}/v1/completions", {"model": NAME, "prompt": "abc", "n": 5})
+        wait_until(lambda: count(base, "computing"))
+        status, answer, _ = call(f"{base}/v1/completions", {"model": NAME, "prompt": "abc", "n": 5})
         assert status == 429 and "60 answers are being computed" in answer["error"]["message"]
         loop._module.engine.resume()
         assert len(asked.result()) == 60
@@ -271,7 +247,7 @@ def test_what_goes_wrong_in_a_step_ends_its_requests_and_no_others(served, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(type(session), "step", fail)
-        status, answer = call(f"{base}/v1/completions", {"model": NAME, "prompt": "abc"})
+        status, answer, _ = call(f"{base}/v1/completions", {"model": NAME, "prompt": "abc"})
         assert status == 500 and "logits are not finite" in answer["error"]["message"]
         assert answer["error"]["type"] == "server_error"
     assert complete(base, temperature=0) and "a step of the engine failed" in caplog.text
@@ -280,7 +256,7 @@ def test_what_goes_wrong_in_a_step_ends_its_requests_and_no_others(served, monke
 def test_a_key_is_asked_for(model):
     loop, config = load(model)
     with serving(loop, config, key="s3cret") as base:
-        status, answer = call(f"{base}/v1/models")
+        status, answer, _ = call(f"{base}/v1/models")
         assert status == 401 and "a key is needed" in answer["error"]["message"]
         assert call(f"{base}/v1/completions", {"model": NAME, "prompt": "a"})[0] == 401
         assert call(f"{base}/v1/models", Authorization="Bearer s3cret")[0] == 200
@@ -341,10 +317,9 @@ def test_replicas_share_the_requests_and_outlive_each_other(model):
         answers = list(pool.map(lambda _: complete(base, temperature=0, max_tokens=8), range(16)))
         assert all(each == alone for each in answers)
         leave(base, stream=True)
-        wait_until_idle(base)
+        wait_until(lambda: not count(base, "computing"))
         asked = pool.submit(call, f"{base}/v1/completions", {"model": NAME, "prompt": "abc", "max_tokens": 250})
-        while not call(f"{base}/health")[1]["computing"]:
-            time.sleep(0.01)
+        wait_until(lambda: count(base, "computing"))
         first = next(each for each in replicas._replicas if each.load or each is replicas._replicas[-1])
         first._process.kill()
         first._process.join()
@@ -354,7 +329,7 @@ def test_replicas_share_the_requests_and_outlive_each_other(model):
             each._process.kill()
             each._process.join()
         time.sleep(0.2)
-        status, answer = call(f"{base}/health")
+        status, answer, _ = call(f"{base}/health")
         assert status == 503 and "has ended (exit code -9)" in answer["error"]["message"]
         assert call(f"{base}/v1/completions", {"model": NAME, "prompt": "abc"})[0] == 500
 

@@ -23,6 +23,7 @@ from coalign.http_server import HttpRefusal
 from coalign_serve.config.serving import ServeConfig
 from coalign_serve.judges import Verdict, open_judge
 from coalign_serve.serving.reward_server import build_reward_server, read_request, serve
+from packages.serve.tests.serving.http import call, running
 from tests.fuzzing import CASES, JSON, ODD, damage, make_requests, try_cases, try_requests
 from tests.runs import ROOT, metrics, run, settings, weights_hash
 from tests.tiny import tiny_reward_model_dir
@@ -53,33 +54,16 @@ class Judge:
 @pytest.fixture
 def served():
     """``served(judge or None, **config)``: the URL of a running server."""
-    running = []
+    judges = []
+    with contextlib.ExitStack() as servers:
 
-    def start(judge=None, *, key=None, **config):
-        config = ServeConfig(**{"reward": {"fn": "math", "retries": 0}} | config)
-        server = build_reward_server(judge or open_judge(config), config, key)
-        listener = socket.create_server(("127.0.0.1", 0))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-        thread.start()
-        running.append((server, thread, judge))
-        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+        def start(judge=None, *, key=None, **config):
+            config = ServeConfig(**{"reward": {"fn": "math", "retries": 0}} | config)
+            judges.append(judge)
+            return servers.enter_context(running(build_reward_server(judge or open_judge(config), config, key)))
 
-    yield start
-    for server, thread, judge in running:
-        server.should_exit = True
-        thread.join(30)
-        assert not thread.is_alive() and (judge is None or judge.closed)
-
-
-def call(url, body=None, **headers):
-    """(status, JSON, headers) of a GET, or of a POST of ``body`` (bytes as they are)."""
-    data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, headers)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return response.status, json.load(response), response.headers
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error), error.headers
+        yield start
+    assert all(judge is None or judge.closed for judge in judges)
 
 
 def ask(base, **body):
@@ -134,8 +118,8 @@ def test_a_response_without_a_reward_is_null_with_the_reason(served):
         said = ask(base, query=responses)
         assert said["rewards"][-1] is None and len(said["rewards"]) == len(responses)
         assert "nothing for this one" in said["errors"][str(len(responses) - 1)]
-    first = served(reward={"fn": HERE + "picky", "retries": 0})
-    assert "nothing for this one" in ask(first, query=["no"])["errors"]["0"]
+    nothing_yet = served(reward={"fn": HERE + "picky", "retries": 0})  # which has scored none
+    assert "nothing for this one" in ask(nothing_yet, query=["no"])["errors"]["0"]
 
 
 def test_nan_is_no_reward_and_what_breaks_the_judge_spoils_no_other(served):
@@ -187,6 +171,7 @@ def test_a_full_queue_turns_requests_away(served):
         ({}, "query: missing"),
         ({"query": "text"}, "query: is 'text'; expected a list"),
         ({"query": ["a", 1]}, r"query[1]: is 1; expected a text"),
+        ({"query": [1] * 100_000}, "query[0]: is 1; expected a text (in quotes: '1')"),
         ({"query": ["a"], "prompts": ["a", "b"]}, "prompts has 2 entries, and query 1"),
         ({"query": ["a"], "labels": []}, "labels has 0 entries, and query 1"),
         ({"query": ["a"], "tokens": [-1]}, "tokens[0]: is -1; expected a number of at least 0"),
@@ -200,12 +185,7 @@ def test_a_full_queue_turns_requests_away(served):
 )
 def test_a_bad_body_is_refused_by_key(served, body, message):
     status, said, _ = call(f"{served(Judge())}/get_reward", body)
-    assert status == 400 and message in said["error"]
-
-
-def test_one_problem_of_a_list_is_reported_and_not_each(served):
-    status, said, _ = call(f"{served(Judge())}/get_reward", {"query": [1] * 100_000})
-    assert status == 400 and said["error"] == "query[0]: is 1; expected a text (in quotes: '1')"
+    assert status == 400 and message in said["error"] and len(said["error"]) < 1000
 
 
 @pytest.mark.parametrize("entries", ["[[" + "[]," * 500_000 + "[]]]", "[[" + "1," * 4_000_000 + "1]]"])
@@ -238,16 +218,16 @@ def connect(base):
     return socket.create_connection((host, int(port)), timeout=60)
 
 
-@pytest.mark.parametrize(
-    "half",
-    [
-        b"",
-        b"POST /get_reward HTTP/1.1\r\nHost: x\r\n",
-        b"POST /get_reward HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{",
-        b"POST /get_reward HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{",
-    ],
-    ids=["nothing", "head", "body", "chunk"],
-)
+POST = b"POST /get_reward HTTP/1.1\r\nHost: x\r\n"
+HALVES = {
+    "nothing": b"",
+    "head": POST,
+    "body": POST + b"Content-Length: 1000\r\n\r\n{",
+    "chunk": POST + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{",
+}
+
+
+@pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
 def test_half_a_request_is_cut_after_a_while(served, half):
     base = served(Judge(), timeout=0.2)
     with connect(base) as client:
@@ -286,7 +266,7 @@ def test_a_client_that_leaves_is_no_news(served, caplog):
     judge.gate.clear()
     base = served(judge)
     body = json.dumps(asked("x")).encode()
-    head = b"POST /get_reward HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    head = POST + b"Content-Length: %d\r\n\r\n"
     for sent in (head % (len(body) + 1) + body, head % len(body) + body):
         with connect(base) as client:
             client.sendall(sent)
@@ -297,13 +277,10 @@ def test_a_client_that_leaves_is_no_news(served, caplog):
 
 
 GOOD = json.dumps(asked("x") | {"tokens": [1], "rows": [{"a": 1}], "labels": ["4"]}).encode()
-POST = b"POST /get_reward HTTP/1.1\r\nHost: x\r\n"
 REQUESTS = [
     b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"POST /get_reward HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(GOOD) + GOOD,
-    b"POST /get_reward HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % len(GOOD)
-    + GOOD
-    + b"\r\n0\r\n\r\n",
+    POST + b"Content-Length: %d\r\n\r\n" % len(GOOD) + GOOD,
+    POST + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % len(GOOD) + GOOD + b"\r\n0\r\n\r\n",
 ]
 PIECES = [b"\r\n", b"\x00", b": ", b"Content-Length: 5\r\n", b"Transfer-Encoding: chunked\r\n", b"0\r\n\r\n", *REQUESTS]
 PIECES += [b"Upgrade: websocket\r\nConnection: upgrade\r\n", b"Expect: 100-continue\r\n", b"\xff" * 20000, b"%ff%00"]
@@ -312,9 +289,8 @@ LISTS = {"query": st.lists(st.text(max_size=5) | ODD, min_size=2, max_size=2)}
 TWO = st.lists(JSON, min_size=2, max_size=2) | JSON
 TALKS = st.lists(st.lists(st.fixed_dictionaries({"role": JSON, "content": JSON}), max_size=3), max_size=2)
 OTHERS = dict.fromkeys(("prompts", "labels", "responses", "rows", "tokens"), TWO) | {"messages": TWO | TALKS}
-BODIES = (st.fixed_dictionaries(LISTS, optional=OTHERS) | JSON).map(lambda body: json.dumps(body).encode()) | damage(
-    GOOD
-)
+BODIES = (st.fixed_dictionaries(LISTS, optional=OTHERS) | JSON).map(lambda body: json.dumps(body).encode())
+BODIES |= damage(GOOD)
 
 
 @CASES
@@ -359,16 +335,12 @@ def test_a_key_is_asked_for(served):
 
 @pytest.fixture(scope="module")
 def reward_model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("judge")
-    tiny_reward_model_dir(path, seed=3)
-    return path
+    return tiny_reward_model_dir(tmp_path_factory.mktemp("judge"), seed=3)
 
 
 def test_a_reward_model_reads_messages_by_its_template_and_a_query_as_it_is(served, reward_model):
-    model, tokenizer = (
-        AutoModelForSequenceClassification.from_pretrained(reward_model),
-        AutoTokenizer.from_pretrained(reward_model),
-    )
+    model = AutoModelForSequenceClassification.from_pretrained(reward_model)
+    tokenizer = AutoTokenizer.from_pretrained(reward_model)
 
     def score(text):
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
