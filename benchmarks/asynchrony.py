@@ -27,9 +27,10 @@ from coalign.backends.base import Module
 from coalign.backends.engines.contract import GenerationSession, InferenceEngine
 from coalign.backends.engines.request import PartialResponse
 from coalign.backends.engines.rollout_module import RolloutModule
+from coalign.cluster.batch_ref import BatchRef
 from coalign.cluster.choice import start_cluster
 from coalign.cluster.dist import DistActor
-from coalign.cluster.future import BatchRef, Future, Outcome, Span
+from coalign.cluster.future import Future, Outcome, Span
 from coalign.cluster.local import LocalCluster, LocalWorker
 from coalign.cluster.placement.slots import Slot
 from coalign.cluster.worker import Worker

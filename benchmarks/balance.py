@@ -14,8 +14,8 @@ from statistics import mean
 
 import torch
 
+from coalign.cluster.batch_ref import BatchRef, Meta
 from coalign.cluster.batch_shards import shard_rows
-from coalign.cluster.future import BatchRef, Meta
 from coalign.cluster.local import LocalStore
 from coalign.data.batch import Batch
 

@@ -23,8 +23,9 @@ import torch
 
 from coalign.algorithms.advantages import group
 from coalign.backends.base import Module
+from coalign.cluster.batch_ref import Meta, WorkerRows
 from coalign.cluster.dist import DistActor
-from coalign.cluster.future import Meta, WorkerRows, WorkerTask
+from coalign.cluster.future import WorkerTask
 from coalign.cluster.local import LocalCluster, LocalReference
 from coalign.cluster.placement.slots import Slot
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig

@@ -34,8 +34,9 @@ from coalign.files import Sink
 from coalign.types import Stats, Total
 
 if TYPE_CHECKING:
+    from coalign.cluster.batch_ref import BatchRef
     from coalign.cluster.dist import DistModel
-    from coalign.cluster.future import BatchRef, Future
+    from coalign.cluster.future import Future
     from coalign.engine.engine import Engine
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coalign.cluster.future import BatchRef, Call, Future, Meta, Outcome, Store, WorkerHandle, WorkerRows, WorkerTask
+from coalign.cluster.batch_ref import BatchRef, Meta, Store, WorkerRows
+from coalign.cluster.future import Call, Future, Outcome, WorkerHandle, WorkerTask
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch, estimate_costs, pack_rows, partition, split_ranges
 from coalign.types import merge_stats

@@ -17,19 +17,16 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from coalign.cluster.batch_ref import BatchRef, Meta, Store, WorkerFailure
 from coalign.cluster.choice import find_footprint, plan_slots
 from coalign.cluster.dist import DistActor, DistModel
 from coalign.cluster.executor import Executor, choose_executor
 from coalign.cluster.future import (
-    BatchRef,
     Call,
     CallDeadlines,
     Future,
-    Meta,
     Outcome,
-    Store,
     WatchedCalls,
-    WorkerFailure,
     WorkerHandle,
     WorkerLost,
     merge_answers,

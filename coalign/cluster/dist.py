@@ -16,20 +16,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from coalign.cluster.batch_ref import BatchRef, Meta
 from coalign.cluster.batch_shards import Sharding, ShardRecord
 from coalign.cluster.executor import Executor, ModelCall
-from coalign.cluster.future import (
-    BatchRef,
-    Call,
-    Future,
-    Meta,
-    Outcome,
-    WorkerHandle,
-    WorkerLost,
-    WorkerTask,
-    merge_answers,
-    wait,
-)
+from coalign.cluster.future import Call, Future, Outcome, WorkerHandle, WorkerLost, WorkerTask, merge_answers, wait
 from coalign.cluster.placement.nodes import NoPlaceError
 from coalign.cluster.slices import Sliced, SliceScheduler
 from coalign.cluster.worker import find_module_class

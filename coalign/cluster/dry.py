@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from coalign.cluster.future import BatchRef, Call, Future, Meta, Outcome
+from coalign.cluster.batch_ref import BatchRef, Meta
+from coalign.cluster.future import Call, Future, Outcome
 from coalign.cluster.local import LocalReference, LocalStore
 from coalign.cluster.worker import apply_columns, find_module_class, name_of, transform_batches
 from coalign.config.functions import list_columns

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from coalign.cluster.batch_ref import Meta
 from coalign.cluster.batch_shards import (
     By,
     ShardedCall,
@@ -29,7 +30,6 @@ from coalign.cluster.batch_shards import (
 )
 from coalign.cluster.future import (
     Future,
-    Meta,
     Outcome,
     TaskFuture,
     WorkerHandle,

@@ -16,21 +16,12 @@ from typing import Any, cast
 
 import numpy as np
 
+from coalign.cluster.batch_ref import BatchRef, Meta
 from coalign.cluster.batch_shards import check_same_rows, reorder, shard_rows
 from coalign.cluster.cluster import Cluster
 from coalign.cluster.dist import DistActor, DistModel
 from coalign.cluster.executor import Executor, ModelCall
-from coalign.cluster.future import (
-    BatchRef,
-    Future,
-    Meta,
-    Outcome,
-    WorkerHandle,
-    WorkerLost,
-    WorkerTask,
-    merge_answers,
-    wait,
-)
+from coalign.cluster.future import Future, Outcome, WorkerHandle, WorkerLost, WorkerTask, merge_answers, wait
 from coalign.cluster.placement.nodes import Node, ProcessPlacement, assign_nodes, find_accelerator, place_processes
 from coalign.cluster.placement.slots import Footprint, Slot, list_slots
 from coalign.cluster.worker import Worker

@@ -15,7 +15,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from coalign.cluster.future import CallDeadlines, DeviceMemoryUse, Future, Meta, WorkerHandle, WorkerTask, wait
+from coalign.cluster.batch_ref import DeviceMemoryUse, Meta
+from coalign.cluster.future import CallDeadlines, Future, WorkerHandle, WorkerTask, wait
 from coalign.cluster.placement.slots import Slot, list_movable_parts
 from coalign.config.schema import ModelConfig
 from coalign.types import Max, Stats, Total

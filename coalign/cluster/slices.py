@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from coalign.cluster.batch_ref import WorkerRows
 from coalign.cluster.batch_shards import ShardedCall, ShardRecord
 from coalign.cluster.choice import plan_slots
 from coalign.cluster.future import (
@@ -33,7 +34,6 @@ from coalign.cluster.future import (
     WorkerError,
     WorkerHandle,
     WorkerLost,
-    WorkerRows,
     WorkerTask,
     merge_answers,
     wait,

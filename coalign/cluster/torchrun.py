@@ -27,8 +27,9 @@ from typing import Any, cast
 
 import numpy as np
 
+from coalign.cluster.batch_ref import WorkerRows
 from coalign.cluster.dist import DistActor
-from coalign.cluster.future import WorkerHandle, WorkerRows, WorkerTask
+from coalign.cluster.future import WorkerHandle, WorkerTask
 from coalign.cluster.local import LocalCluster, LocalReference, LocalStore, LocalWorker
 from coalign.cluster.placement.nodes import Node, ProcessPlacement, find_accelerator
 from coalign.cluster.placement.slots import Slot

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from coalign import devices
-from coalign.cluster.future import DeviceMemoryUse, Meta, Store, WorkerFailure, WorkerRows
+from coalign.cluster.batch_ref import DeviceMemoryUse, Meta, Store, WorkerFailure, WorkerRows
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig, ProfileConfig
 from coalign.data.batch import Batch

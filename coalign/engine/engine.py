@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 import torch
 
-from coalign.cluster.future import BatchRef, Future, WatchedCalls, WorkerLost
+from coalign.cluster.batch_ref import BatchRef
+from coalign.cluster.future import Future, WatchedCalls, WorkerLost
 from coalign.config.schema import RunConfig
 from coalign.data.loader import Loader
 from coalign.engine.environment import Environment

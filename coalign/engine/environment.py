@@ -21,7 +21,8 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from coalign.cluster.future import BatchRef, Future
+from coalign.cluster.batch_ref import BatchRef
+from coalign.cluster.future import Future
 from coalign.data.batch import Batch
 from coalign.data.loader import Loader
 from coalign.engine.rollouts.bundle import METRIC_TYPES, Bundle, count, describe, describe_sources, group_ages

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from coalign.cluster.future import BatchRef, WatchedCalls
+from coalign.cluster.batch_ref import BatchRef
+from coalign.cluster.future import WatchedCalls
 from coalign.data.loader import Loader
 from coalign.rewards.calls import RewardError
 from coalign.types import Metric, Stat, Stats, Total, merge_stats

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from coalign.types import Stats, merge_stats
 
 if TYPE_CHECKING:
-    from coalign.cluster.future import BatchRef
+    from coalign.cluster.batch_ref import BatchRef
 
 
 @dataclass

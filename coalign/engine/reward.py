@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from coalign.algorithms.segments import RewardGroups
-from coalign.cluster.future import BatchRef, Future
+from coalign.cluster.batch_ref import BatchRef
+from coalign.cluster.future import Future
 from coalign.config.errors import suggest
 from coalign.config.schema import FUNCTIONS, ModelConfig, RewardConfig, RunConfig
 from coalign.data.batch import Batch

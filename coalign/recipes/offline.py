@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from coalign.cluster.future import BatchRef, Future
+from coalign.cluster.batch_ref import BatchRef
+from coalign.cluster.future import Future
 from coalign.config.schema import RunConfig
 from coalign.engine.engine import Engine
 from coalign.engine.flow import AbsentScorer

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from coalign.algorithms.divergence import FixedKL
 from coalign.algorithms.shaping import sequence_kl_reward, shape_reward
-from coalign.cluster.future import BatchRef, Future
+from coalign.cluster.batch_ref import BatchRef
+from coalign.cluster.future import Future
 from coalign.config.schema import RunConfig
 from coalign.engine.engine import Engine, RunData
 from coalign.engine.flow import AbsentScorer

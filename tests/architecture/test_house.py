@@ -25,19 +25,19 @@ BUDGETS = {
     "cluster": 6_640,
     "config": 3_380,
     "data": 5_870,
-    "engine": 5_005,
+    "engine": 5_015,
     "environments": 1_655,
     "launch": 1_630,
     "processes": 845,
-    "recipes": 1_010,
+    "recipes": 1_015,
     "report": 1_370,
     "resilience": 110,
     "rewards": 905,
     "run_files": 690,
-    "weights": 2_035,
+    "weights": 2_040,
     "": 2_845,  # modules beside the rooms
 }
-CORE_FILES, CORE_LINES = 290, 48_170
+CORE_FILES, CORE_LINES = 290, 48_180
 # Words that stand for a noun in a name: `found` for the nodes that were found.
 FILLERS = {
     *("found", "part", "parts", "each", "own", "kind", "kinds", "place", "places", "whole", "late", "begun", "most"),

@@ -49,7 +49,8 @@ def test_a_syntax_error_is_named_with_its_line(monkeypatch, capsys, tmp_path):
 
 
 def test_the_error_of_a_worker_is_shown_without_its_traceback(monkeypatch, capsys, tmp_path):
-    from coalign.cluster.future import Call, WorkerError, WorkerFailure
+    from coalign.cluster.batch_ref import WorkerFailure
+    from coalign.cluster.future import Call, WorkerError
 
     trace = f'Traceback (most recent call last):\n  File "{tmp_path}/mine.py", line 7, in loss\n    return x.y\n'
     error = WorkerError(Call("trainer", "train_step"), "trainer", WorkerFailure("AttributeError", "no y", trace))

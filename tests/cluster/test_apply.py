@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from coalign.cluster.future import BatchRef, WorkerRows, _PayloadJoin
+from coalign.cluster.batch_ref import BatchRef, WorkerRows, _PayloadJoin
 from coalign.cluster.worker import Worker, apply_columns
 from coalign.data.batch import Batch
 from coalign.types import Stat, Status, Total

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from coalign.cluster.future import BatchRef
+from coalign.cluster.batch_ref import BatchRef
 from coalign.types import Max, Stat, Total
 
 

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coalign.backends.packing import pack
+from coalign.cluster.batch_ref import BatchRef, Meta
 from coalign.cluster.batch_shards import _shard_updates, reorder, shard_rows
-from coalign.cluster.future import BatchRef, Meta, Outcome
+from coalign.cluster.future import Outcome
 from coalign.cluster.local import LocalStore
 from coalign.cluster.ray.store import NumpyBatch
 from coalign.data.batch import Batch, estimate_costs

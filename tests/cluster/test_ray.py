@@ -9,7 +9,8 @@ import socket
 import pytest
 import torch
 
-from coalign.cluster.future import BatchRef, WorkerError
+from coalign.cluster.batch_ref import BatchRef
+from coalign.cluster.future import WorkerError
 from coalign.cluster.ray import connection
 from coalign.cluster.ray.actor import RayWorker
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig

@@ -7,16 +7,8 @@ from collections import Counter
 
 import pytest
 
-from coalign.cluster.future import (
-    Call,
-    CallDeadlines,
-    DeviceMemoryUse,
-    Future,
-    Meta,
-    WorkerError,
-    WorkerFailure,
-    WorkerTask,
-)
+from coalign.cluster.batch_ref import DeviceMemoryUse, Meta, WorkerFailure
+from coalign.cluster.future import Call, CallDeadlines, Future, WorkerError, WorkerTask
 from coalign.cluster.placement.slots import MOVABLE, Footprint, list_movable_parts, pack_slots
 from coalign.cluster.residency import Residency
 from coalign.config.schema import ModelConfig

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from coalign.cluster.batch_ref import BatchRef, Meta
 from coalign.cluster.dist import DistActor
-from coalign.cluster.future import BatchRef, Meta
 from coalign.cluster.local import LocalCluster, LocalStore, LocalWorker
 from coalign.cluster.placement.slots import Slot
 from coalign.cluster.worker import Worker

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from coalign.backends.hf.exact import _TreeSum
+from coalign.cluster.batch_ref import BatchRef, Meta
 from coalign.cluster.batch_shards import _shard_leaves
-from coalign.cluster.future import BatchRef, Meta
 from coalign.cluster.local import LocalStore
 from coalign.data.batch import Batch
 from coalign.types import merge_stats

@@ -14,6 +14,7 @@ from coalign.algorithms.objective import Objective
 from coalign.backends.hf import plans
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig
+from coalign.data.batch import Batch
 from coalign.roles import Context
 from packages.megatron.tests.weight_families.checkpoints import MOE, NATIVE, native
 

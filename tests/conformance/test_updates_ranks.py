@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from coalign.cluster.batch_ref import BatchRef, Meta
 from coalign.cluster.batch_shards import _shard_updates
-from coalign.cluster.future import BatchRef, Meta
 from coalign.cluster.local import LocalStore
 from coalign.data.batch import Batch
 from coalign.types import merge_stats

@@ -8,7 +8,8 @@ import threading
 import pytest
 
 from benchmarks.driver import SAMPLES, engine_of, step
-from coalign.cluster.future import BatchRef, Future
+from coalign.cluster.batch_ref import BatchRef
+from coalign.cluster.future import Future
 from coalign.engine.hooks.timeline import Timeline
 
 

@@ -2,8 +2,8 @@
 
 import torch
 
+from coalign.cluster.batch_ref import BatchRef
 from coalign.cluster.batch_shards import shard_rows
-from coalign.cluster.future import BatchRef
 from coalign.data.batch import Batch
 from coalign.engine.rollouts.selection import _ResponseLengths, response_lengths
 from coalign.engine.rollouts.unfinished import _continue_groups

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from coalign.cluster.future import BatchRef
+from coalign.cluster.batch_ref import BatchRef
 from coalign.data.batch import Batch
 from coalign.engine.rollouts.pool import GroupPool, count_groups
 from tests.cluster.threads import store_batch

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from coalign.algorithms.advantages import rloo
-from coalign.cluster.future import BatchRef, Meta
+from coalign.cluster.batch_ref import BatchRef, Meta
 from coalign.cluster.local import LocalStore
 from coalign.cluster.worker import apply_columns
 from coalign.data.batch import Batch

@@ -12,8 +12,9 @@ import pytest
 from coalign.checkpoint import folder as folder_module
 from coalign.checkpoint.folder import CheckpointFolder, MemoryFolder
 from coalign.checkpoint.resume import find_newest
+from coalign.cluster.batch_ref import WorkerFailure
 from coalign.cluster.cluster import Cluster
-from coalign.cluster.future import Call, WorkerFailure, WorkerLost
+from coalign.cluster.future import Call, WorkerLost
 from coalign.cluster.placement.nodes import ProcessPlacement
 from coalign.engine.engine import Engine, Hook, Trainer
 from coalign.engine.environment import Environment

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from coalign.cluster.future import WorkerError, WorkerFailure
+from coalign.cluster.batch_ref import WorkerFailure
+from coalign.cluster.future import WorkerError
 from coalign.roles import Context
 
 SECONDS = 90

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from coalign.backends.engines.rollout_module import RolloutModule
-    from coalign.cluster.future import Store
+    from coalign.cluster.batch_ref import Store
 
 SAMPLES, TOKENS = 4, 8  # how many are compared
 PLAIN = 8  # tokens of a prompt without pictures

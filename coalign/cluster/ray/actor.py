@@ -15,7 +15,8 @@ import numpy as np
 import ray
 from ray.util.placement_group import get_placement_group, remove_placement_group
 
-from coalign.cluster.future import Meta, WorkerFailure, WorkerTask
+from coalign.cluster.batch_ref import Meta, WorkerFailure
+from coalign.cluster.future import WorkerTask
 from coalign.cluster.placement.nodes import ProcessPlacement
 from coalign.cluster.ray.connection import find_own_node
 from coalign.cluster.ray.space import RayStoreError, StoreSpace

@@ -13,7 +13,7 @@ from coalign.engine.engine import Hook
 from coalign.types import Stats
 
 if TYPE_CHECKING:
-    from coalign.cluster.future import BatchRef
+    from coalign.cluster.batch_ref import BatchRef
     from coalign.engine.engine import Engine
 
 

@@ -15,7 +15,7 @@ from coalign.engine.hooks.run_folder import StepLog
 from coalign.types import Stat, Stats, Total
 
 if TYPE_CHECKING:
-    from coalign.cluster.future import BatchRef
+    from coalign.cluster.batch_ref import BatchRef
     from coalign.engine.engine import Engine
 
 # Phase of the loop -> the cause that its seconds are counted under.

@@ -19,7 +19,7 @@ from coalign.types import Stat, Stats, Total
 if TYPE_CHECKING:
     from coalign.algorithms.objective import Objective
     from coalign.checkpoint.schedule import Save
-    from coalign.cluster.future import BatchRef
+    from coalign.cluster.batch_ref import BatchRef
     from coalign.engine.engine import Engine
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from coalign.files import move_aside
 from coalign.types import Stats
 
 if TYPE_CHECKING:
-    from coalign.cluster.future import BatchRef
+    from coalign.cluster.batch_ref import BatchRef
     from coalign.engine.engine import Engine
 
 log = logging.getLogger(__name__)

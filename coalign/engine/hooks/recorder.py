@@ -27,8 +27,8 @@ from coalign.files import Sink, write_text_atomically
 from coalign.types import Stats
 
 if TYPE_CHECKING:
+    from coalign.cluster.batch_ref import BatchRef
     from coalign.cluster.cluster import Cluster
-    from coalign.cluster.future import BatchRef
     from coalign.config.schema import RunConfig
     from coalign.engine.engine import Engine
     from coalign.report.display import Display

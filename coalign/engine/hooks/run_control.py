@@ -21,7 +21,7 @@ from coalign.run_files.control import NAME, ControlRequest, ControlResult, read_
 from coalign.types import Stats
 
 if TYPE_CHECKING:
-    from coalign.cluster.future import BatchRef
+    from coalign.cluster.batch_ref import BatchRef
     from coalign.engine.engine import Engine
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from coalign.files import Sink
 from coalign.types import Stat, Stats
 
 if TYPE_CHECKING:
-    from coalign.cluster.future import BatchRef
+    from coalign.cluster.batch_ref import BatchRef
     from coalign.engine.engine import Engine
 
 LOOP = "loop"  # the row of the engine's phases

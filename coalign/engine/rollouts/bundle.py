@@ -8,7 +8,8 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from coalign.cluster.future import BatchRef, Future, WatchedCalls
+from coalign.cluster.batch_ref import BatchRef
+from coalign.cluster.future import Future, WatchedCalls
 from coalign.data.batch import Batch
 from coalign.engine.rollouts.pool import list_groups
 from coalign.engine.rollouts.selection import find_sources

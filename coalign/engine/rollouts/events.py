@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from coalign.cluster.future import BatchRef, Future
+from coalign.cluster.batch_ref import BatchRef
+from coalign.cluster.future import Future
 from coalign.data.batch import Batch
 from coalign.types import Stats
 

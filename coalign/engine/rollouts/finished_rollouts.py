@@ -28,7 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coalign.cluster.future import BatchRef, Meta, Store, WorkerTask
+from coalign.cluster.batch_ref import BatchRef, Meta, Store
+from coalign.cluster.future import WorkerTask
 from coalign.data.batch import Batch
 from coalign.engine.rollouts.journal import decode_line, encode_line, format_groups, parse_groups
 from coalign.engine.rollouts.pool import list_groups

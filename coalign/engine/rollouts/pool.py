@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coalign.cluster.future import BatchRef
+from coalign.cluster.batch_ref import BatchRef
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from coalign.cluster.batch_ref import BatchRef
 from coalign.cluster.choice import find_footprint
-from coalign.cluster.future import BatchRef, Future
+from coalign.cluster.future import Future
 from coalign.cluster.worker import bind_columns, name_of
 from coalign.config.schema import RunConfig
 from coalign.config.schema.rollout import CurriculumConfig, RolloutConfig

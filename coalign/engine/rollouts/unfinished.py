@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from coalign.backends.engines.request import begin_samples
-from coalign.cluster.future import BatchRef, Future
+from coalign.cluster.batch_ref import BatchRef
+from coalign.cluster.future import Future
 from coalign.config.schema.rollout import RolloutConfig
 from coalign.data.batch import Batch
 from coalign.engine.rollouts.pool import list_groups

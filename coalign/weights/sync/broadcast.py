@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]: public, but not in __all__
 from torch.distributed.distributed_c10d import BroadcastOptions, ProcessGroup, Work
 
-from coalign.cluster.future import Store
+from coalign.cluster.batch_ref import Store
 from coalign.devices import make_nccl_group
 from coalign.weights.sync import transport
 from coalign.weights.sync.checksums import checksum_tensors, copy_tensors

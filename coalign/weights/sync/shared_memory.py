@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from coalign.cluster.future import Store
+from coalign.cluster.batch_ref import Store
 from coalign.weights.sync import transport
 from coalign.weights.sync.checksums import checksum_tensors, copy_tensors
 from coalign.weights.sync.segment import Address, JournalState, SharedMemorySegment, SyncJournal, TensorEntry, align

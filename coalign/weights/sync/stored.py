@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from coalign.cluster.future import Store
+from coalign.cluster.batch_ref import Store
 from coalign.files import move_aside, write_atomically
 from coalign.weights.sync import transport
 from coalign.weights.sync.checksums import checksum, tensor_bytes

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]: public, but not in __all__
 
-from coalign.cluster.future import Future, Store
+from coalign.cluster.batch_ref import Store
+from coalign.cluster.future import Future
 from coalign.config.schema import SyncConfig
 from coalign.devices import find_gpu_uuid
 

@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from coalign.cluster.future import Call, WorkerError, WorkerFailure
+from coalign.cluster.batch_ref import WorkerFailure
+from coalign.cluster.future import Call, WorkerError
 from coalign.launch.run import _logged  # pyright: ignore[reportPrivateUsage]
 from coalign.run_files.state import StateFile
 from coalign_diagnose import ending

@@ -20,7 +20,7 @@ from coalign.report.display import Display
 from coalign.types import Stats
 
 if TYPE_CHECKING:
-    from coalign.cluster.future import BatchRef
+    from coalign.cluster.batch_ref import BatchRef
     from coalign.config.schema import RunConfig
     from coalign.engine.engine import Engine
 

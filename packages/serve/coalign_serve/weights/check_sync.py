@@ -23,8 +23,8 @@ from coalign_serve.weights.compare import Difference, TensorDigest, WeightSet, f
 
 if TYPE_CHECKING:
     from coalign.backends.base import Module, TrainableModule
+    from coalign.cluster.batch_ref import Store
     from coalign.cluster.dist import DistModel
-    from coalign.cluster.future import Store
 
 PROMPTS, TOKENS = 4, 32  # samples whose log-probs are compared, and tokens of each
 # Mean |Δ log-prob| up to which two engines may differ, by the coarser of their dtypes: beyond it one of them computes
