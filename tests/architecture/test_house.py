@@ -23,7 +23,7 @@ BUDGETS = {
     "checkpoint": 1_260,
     "cli": 495,
     "cluster": 6_640,
-    "config": 3_380,
+    "config": 3_375,
     "data": 5_870,
     "engine": 5_015,
     "environments": 1_655,

@@ -63,7 +63,7 @@ def list_named(text: str) -> set[str]:
 
 
 def test_the_page_names_every_file_of_a_step(tmp_path, monkeypatch):
-    config = settings(tmp_path, "grpo", steps=4, eval_every=1, save_every=2)
+    config = settings(tmp_path, "grpo", steps=4, eval_every=1, save_every=4)
     profiler = StepProfiler(3)
     with profiler.installed(monkeypatch):
         run(config)

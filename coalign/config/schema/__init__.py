@@ -12,6 +12,8 @@ from coalign.config.schema.model import (
     BatchSettings,
     LoraConfig,
     ModelConfig,
+    ScoreAt,
+    ScorerSettings,
     VisionConfig,
     matches_layer,
 )
@@ -32,7 +34,6 @@ from coalign.config.schema.runtime import (
     SyncConfig,
     TrackerConfig,
 )
-from coalign.config.schema.scorer import ScoreAt, ScorerSettings
 from coalign.config.schema.section import (
     FUNCTIONS,
     ContinuationSetting,

@@ -9,8 +9,8 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 from coalign.config.errors import Conflict
 from coalign.config.schema.data import DataConfig
 from coalign.config.schema.generator import NativeConfig, SamplingConfig, TransformersConfig
+from coalign.config.schema.model import ScoreAt
 from coalign.config.schema.run_config import RunConfig
-from coalign.config.schema.scorer import ScoreAt
 from coalign.config.schema.section import (
     InputPath,
     OneOrMore,
