@@ -1,4 +1,4 @@
-"""One sample of an environment: a conversation with the policy, kept as a log of tokens."""
+"""One sample of an environment: conversations with the policy, whose turns are kept as a tree of tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, Protocol, TypeVar
 
@@ -17,6 +17,7 @@ from coalign.data.examples import KEEPS_SPECIAL_TOKENS
 from coalign.data.messages import Message, parse_tools
 from coalign.data.templates import Tools
 from coalign.environments.rendering import Rendering
+from coalign.environments.tree import EpisodeRow, Turn, TurnTree
 from coalign.services import PATIENCE, ServiceError, call_service
 from coalign.types import ImageSpan, Response, Status
 
@@ -83,12 +84,12 @@ class _EpisodePolicy(Protocol):
         prompt_length: int,
         limit: int,
         stop: tuple[str, ...] | None,
-        restarts: int,
+        stream: int,
         images: tuple[ImageSpan, ...],
     ) -> Response:
         """Generate the continuation of ``tokens``, of which the first ``prompt_length`` precede the first turn.
 
-        ``restarts`` counts how often these tokens replaced those of earlier turns. ``images`` stand in the tokens.
+        ``stream`` numbers the sample's streams of random numbers. ``images`` stand in the tokens.
         """
         ...
 
@@ -107,48 +108,152 @@ class OutOfTokens(RuntimeError):
     """The environment asked for another turn after an empty one. That ends its episode."""
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One turn of the policy. ``text`` leaves special tokens out, ``raw`` keeps them.
+class Conversation:
+    """Messages between an environment and the policy. Each turn goes on behind the one before it.
 
-    ``status`` is OK if the turn ended by itself, TRUNCATED if it reached a limit of this turn, the episode or the
-    context. With no tokens left it is empty.
+    ``messages`` is the conversation so far as people read it, ``tools`` the functions that the policy may call.
     """
 
-    text: str
-    raw: str
-    tokens: list[int]
-    status: Status
+    def __init__(self, episode: Episode, messages: Sequence[Message], label: str = "") -> None:
+        self.episode = episode
+        self.label = label
+        self.messages: list[Message] = [*messages]
+        self.tools: Tools | None = None
+        self._last: Turn | None = None
+        self._prompt: list[int] | None = None  # tokens of the first prompt; None: rendered from the messages
+        self._prompt_images: tuple[ImageSpan, ...] = ()
+        self._new_messages: list[Message] = []  # since the last turn, not in its tokens yet
+        self._new_tokens: list[int] = []  # since the last turn, not in its tokens yet
+        self._anchor: str | None = None  # name of the state before the next turn, if the environment gives one
+        self._generating = False
+
+    def begin(self, messages: Sequence[Message] | None = None, *, tools: Tools | None = None) -> None:
+        """Replace the messages before the first turn, or show the policy ``tools`` (JSON Schema functions).
+
+        Special tokens that these spell are tokens if the row's source has `keep_special_tokens`, else text.
+        Raises RuntimeError after the first turn.
+        """
+        if self._last is not None:
+            raise RuntimeError("Episode.begin comes before the first turn; later, messages are added with `say`")
+        self.messages = self.messages if messages is None else self.episode.rendering.read_messages(messages)
+        self.tools = self.tools if tools is None else tools
+        self._prompt = None
+
+    def say(self, *messages: Message) -> None:
+        """Add the environment's messages (tool results, a user's words), which the policy reads before its next turn.
+
+        Contents may hold images, as parts of any of the usual forms, in a run that reads them. Tokens of messages are
+        not trained on. Messages after the last turn leave no tokens. RuntimeError together with `write`. Special tokens
+        that they spell stay text, and are counted in `episode/markers`.
+        """
+        self.episode.check_open()
+        if self._new_tokens:
+            raise RuntimeError(_NOT_BOTH)
+        self._count_spelled(messages)
+        read = self.episode.rendering.read_messages(messages)
+        self.messages += read
+        self._new_messages += read
+
+    def write(self, text: str) -> None:
+        """Add plain text without a chat template; not trained on. RuntimeError together with `say`.
+
+        Special tokens that it spells stay text, and are counted, as in messages.
+        """
+        self.episode.check_open()
+        if self._new_messages:
+            raise RuntimeError(_NOT_BOTH)
+        self._count_spelled(text)
+        self.messages.append({"role": "user", "content": text})
+        self._new_tokens += self.episode.rendering.guard.read(text)
+
+    async def generate(self, *, max_new_tokens: int | None = None, stop: str | Sequence[str] | None = None) -> Turn:
+        """The policy's next turn, of at most ``max_new_tokens``.
+
+        ``stop``: strings that end it (None: those of the run).
+
+        Where `data.reasoning` drops the reasoning of earlier turns, the policy reads the conversation as a new prompt.
+        The turns before are a row of their own, which is trained on, too; `episode/rows` counts them.
+
+        The run's `max_new_tokens` limits all turns of the episode together, and the capacity (of the context, the KV
+        cache, a micro-batch) limits all tokens of a row. Without tokens left, there is one empty turn (TRUNCATED), and
+        after it OutOfTokens is raised. Raises RenderingError if the chat template does not define what messages add,
+        ValueError if the prompt leaves no tokens for a first turn.
+        """
+        episode = self.episode
+        episode.check_open()
+        if self._last is not None and not self._last.tokens:
+            raise OutOfTokens(f"group {episode.group}, index {episode.index} has used all its tokens")
+        if self._generating:
+            raise RuntimeError("a conversation generates one turn at a time")
+        anew = self._last is not None and episode.rendering.rewrites(self._new_messages)
+        added, images = self._unread(anew)
+        said = self._new_messages or self._new_tokens if self._last is not None else None
+        state = json.dumps(said or self.messages, sort_keys=True, default=str) if self._anchor is None else self._anchor
+        self._generating = True
+        try:
+            turn = await episode.sample(
+                None if anew else self._last,
+                added,
+                images,
+                max_new_tokens=max_new_tokens,
+                stop=(stop,) if isinstance(stop, str) else stop,
+                state=state,
+                label=self.label,
+            )
+        finally:
+            self._generating = False
+        if not turn.tokens:
+            turn.parent = self._last
+        self._last, self._new_messages, self._new_tokens, self._anchor = turn, [], [], None
+        self.messages.append({"role": "assistant", "content": turn.text})
+        return turn
+
+    def reward(self, value: float) -> None:
+        """Add to the reward of the last turn. ValueError for a value that is not finite."""
+        if not math.isfinite(value):
+            raise ValueError(f"the reward of a turn is {value}; expected a finite number")
+        turns = [turn for turn in (self._last.path if self._last else ()) if turn.tokens]
+        if not turns:
+            raise RuntimeError("Episode.reward comes after a turn of the policy")
+        turns[-1].reward += float(value)
+
+    def anchor(self, state: str) -> None:
+        """Name the state in which the next turn begins, for recipes that compare turns of one state (`gigpo`).
+
+        Without it the state is the text that the policy reads before the turn: the prompt, or the messages since its
+        last turn.
+        """
+        self._anchor = state
+
+    def _unread(self, anew: bool) -> tuple[list[int], Sequence[ImageSpan]]:
+        """Return the tokens that the policy has not read (the prompt, or those since its last turn), and their images.
+
+        ``anew``: render the whole conversation as a prompt.
+        """
+        rendering = self.episode.rendering
+        if self._last is not None and not anew:
+            tokens, images = [], ()
+            if self._new_messages:
+                tokens, images = rendering.render_messages(self._last.tokens, self._new_messages, self.tools)
+        elif self._prompt is None or anew or self._new_messages:
+            tokens, images = rendering.render_prompt(
+                self.messages, self.tools, KEEPS_SPECIAL_TOKENS in self.episode.row
+            )
+        else:
+            tokens, images = self._prompt, self._prompt_images
+        return tokens + self._new_tokens, images
+
+    def _count_spelled(self, content: Any) -> None:
+        if self.episode.rendering.guard.is_spelled(content):
+            self.episode.counts["markers"] += 1
 
 
-@dataclass(slots=True)
-class EpisodeLog:
-    """The columns of a sample, one entry for each token. See coalign.types."""
-
-    tokens: list[int] = field(default_factory=list)
-    loss_mask: list[bool] = field(default_factory=list)
-    rollout_logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    turn_rewards: list[float] = field(default_factory=list)
-    turn_states: list[int] = field(default_factory=list)
-
-    def add(self, tokens: Sequence[int], logprobs: Sequence[float] = (), versions: Sequence[int] = ()) -> None:
-        """Add the policy's tokens with their log-probs and versions; without those, tokens that nobody sampled."""
-        count, chosen = len(tokens), len(logprobs) > 0
-        self.tokens += tokens
-        self.loss_mask += [chosen] * count
-        self.rollout_logprobs += logprobs if chosen else [0.0] * count
-        self.versions += versions if chosen else [-1] * count
-        self.turn_rewards += [0.0] * count
-        self.turn_states += [0] * count
-
-
-class Episode:
-    """One sample while it is played.
+class Episode(Conversation):
+    """One sample while it is played: its main conversation, and all turns of the policy in it.
 
     ``row`` is the data set's row; ``group`` and ``index`` say which draw and which of its samples this is. ``random``
-    is this episode's own generator, the same in every run of the same seed. ``messages`` is the conversation so far as
-    people read it, ``log`` its tokens, ``images`` where images stand in these.
+    is this episode's own generator, the same in every run of the same seed. ``tree`` has the turns, of which
+    ``rows`` are made when the episode ends.
     """
 
     clock: EnvironmentClock  # shared by all episodes of a call of the environment
@@ -166,30 +271,64 @@ class Episode:
         rendering: Rendering,
         images: Sequence[ImageSpan] = (),
     ) -> None:
+        super().__init__(self, row.get("messages") or [])
         self.row = row
         self.group = group
         self.index = index
         self.seed = seed
         self.random = random.Random(f"{seed}/{group}/{index}")
-        self.messages: list[Message] = [*(row.get("messages") or [])]
-        self.log = EpisodeLog()
-        self.images: list[ImageSpan] = []
+        self.rendering = rendering
+        self.tree = TurnTree()
+        self.rows: list[EpisodeRow] = []
         self.counts: Counter[str] = Counter()
         self.status = Status.OK
-        self.prompt_length = 0
+        self.tools = parse_tools(row["tools"], "tools") if row.get("tools") else None
         self._prompt, self._prompt_images = list(prompt), tuple(images)
-        self._render_prompt = False  # from the messages; otherwise the tokens of `prompt` are used
-        self.tools: Tools | None = parse_tools(row["tools"], "tools") if row.get("tools") else None
-        self._new_messages: list[Message] = []  # since the last turn, not in the log yet
-        self._new_tokens: list[int] = []  # since the last turn, not in the log yet
-        self._answer: list[int] | None = None  # tokens of the last turn
-        self._anchor: str | None = None  # name of the state before the next turn, if the environment gives one
         self._left = max_new_tokens
-        self._restarts = 0  # how often `data.reasoning` restarted the log
-        self._policy, self._rendering = policy, rendering
-        self._generating = self._over = False
+        self._policy = policy
+        self._over = False
 
     # ---- for environments --------------------------------------------------------------------------------------------
+
+    def conversation(self, messages: Sequence[Message], *, tools: Tools | None = None, label: str = "") -> Conversation:
+        """Open another conversation with the policy, such as one with a critic. Its turns are trained on, too.
+
+        It is a row of its own; ``label`` says whose it is. Its tokens count in the limits of the episode.
+        """
+        other = Conversation(self, (), label)
+        other.begin(messages, tools=tools)
+        return other
+
+    async def ask(
+        self,
+        messages: Sequence[Message],
+        tools: Tools | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] | None = None,
+        label: str = "",
+        trained: bool = True,
+    ) -> Turn:
+        """The policy's answer to ``messages`` (of the chat form), whatever was asked before.
+
+        It goes on behind the turn that the messages repeat; where they repeat none, they are rendered anew. Let the
+        next request find the turn by `tree.remember`. One that is not ``trained`` is sampled alike. Raises what
+        `generate` raises.
+        """
+        self.check_open()
+        sent = self.rendering.read_messages(messages)
+        parent, known = self.tree.find(tools, sent)
+        if parent is not None and known < len(sent) and not self.rendering.rewrites(sent[known:]):
+            added, images = self.rendering.render_messages(parent.tokens, sent[known:], tools)
+        else:
+            prompt, images = self.rendering.render_prompt(sent, tools, KEEPS_SPECIAL_TOKENS in self.row)
+            parent = self.tree.find_by_tokens(prompt)
+            start = len(parent.path_tokens) if parent else 0
+            added = prompt[start:]
+            images = tuple(replace(span, start=span.start - start) for span in images if span.start >= start)
+        state = json.dumps(sent[known:], sort_keys=True, default=str)
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop": stop, "label": label, "trained": trained}
+        return await self.sample(parent, added, images, state=state, **options)
 
     async def call_service(self, call: Callable[[], Awaitable[Answer]], patience: float = PATIENCE) -> Answer:
         """Await ``call()``, and repeat it for ``patience`` seconds while it raises ServiceError.
@@ -211,110 +350,95 @@ class Episode:
             with self.clock.paused():
                 return await call_service(attempt, patience)
 
-    def begin(self, messages: Sequence[Message] | None = None, *, tools: Tools | None = None) -> None:
-        """Replace the row's messages before the first turn, or show the policy ``tools`` (JSON Schema functions).
-
-        Special tokens that these spell are tokens if the row's source has `keep_special_tokens`, else text.
-        Raises RuntimeError after the first turn.
-        """
-        if self._answer is not None:
-            raise RuntimeError("Episode.begin comes before the first turn; later, messages are added with `say`")
-        self.messages = self.messages if messages is None else self._rendering.read_messages(messages)
-        self.tools = self.tools if tools is None else tools
-        self._render_prompt = True
-
-    def say(self, *messages: Message) -> None:
-        """Add the environment's messages (tool results, a user's words), which the policy reads before its next turn.
-
-        Contents may hold images, as parts of any of the usual forms, in a run that reads them. Tokens of messages are
-        not trained on. Messages after the last turn leave no tokens. RuntimeError together with `write`. Special tokens
-        that they spell stay text, and are counted in `episode/markers`.
-        """
-        self._check_open()
-        if self._new_tokens:
-            raise RuntimeError(_NOT_BOTH)
-        self._count_spelled(messages)
-        read = self._rendering.read_messages(messages)
-        self.messages += read
-        self._new_messages += read
-
-    def write(self, text: str) -> None:
-        """Add plain text without a chat template; not trained on. RuntimeError together with `say`.
-
-        Special tokens that it spells stay text, and are counted, as in messages.
-        """
-        self._check_open()
-        if self._new_messages:
-            raise RuntimeError(_NOT_BOTH)
-        self._count_spelled(text)
-        self.messages.append({"role": "user", "content": text})
-        self._new_tokens += self._rendering.guard.read(text)
-
-    async def generate(self, *, max_new_tokens: int | None = None, stop: str | Sequence[str] | None = None) -> Turn:
-        """The policy's next turn, of at most ``max_new_tokens``.
-
-        ``stop``: strings that end it (None: those of the run).
-
-        Where `data.reasoning` drops the reasoning of earlier turns, the log restarts: earlier turns, without their
-        reasoning, become part of the prompt, and lose their rewards (counted in `episode/rewritten`).
-
-        The run's `max_new_tokens` limits all turns together, and the capacity (of the context, the KV cache, a
-        micro-batch) limits all tokens. Without tokens left, there is one empty turn (TRUNCATED), and after it
-        OutOfTokens is raised. Raises RenderingError if the chat template does not define what messages add, ValueError
-        if the prompt leaves no tokens for a first turn.
-        """
-        self._check_open()
-        if self._answer == []:
-            raise OutOfTokens(f"group {self.group}, index {self.index} has used all its tokens")
-        if self._generating:
-            raise RuntimeError("an episode generates one turn at a time")
-        anew = self._answer is not None and self._rendering.rewrites(self._new_messages)
-        (fresh, images), budget = self._unread(anew), self._left
-        left = self._tokens_left(len(fresh) + (0 if anew else len(self.log.tokens)))
-        turn = Turn("", "", [], Status.TRUNCATED)
-        if left > 0:
-            if anew:
-                self.log, self.images, self.prompt_length = EpisodeLog(), [], 0
-                self._restarts += 1
-                self.counts["rewritten"] += 1
-            self.images += [replace(span, start=span.start + len(self.log.tokens)) for span in images]
-            self.log.add(fresh)
-            self.prompt_length = self.prompt_length or len(fresh)
-            limit = left if max_new_tokens is None else min(left, max_new_tokens)
-            said = self._new_messages or self._new_tokens if self._answer is not None else None
-            state = json.dumps(said or self.messages, sort_keys=True, default=str)
-            turn = await self._respond(limit, (stop,) if isinstance(stop, str) else stop)
-            if turn.tokens:
-                self.log.turn_states[-len(turn.tokens)] = _number_state(state if self._anchor is None else self._anchor)
-        elif self._answer is None:
-            raise ValueError(f"the prompt has {len(fresh)} tokens, and {self._policy.capacity} fit")
-        if turn.status == Status.TRUNCATED and len(turn.tokens) == max(left, 0) < budget:
-            self.counts["out_of_room"] += 1
-        self._new_messages, self._new_tokens, self._anchor = [], [], None
-        self.status, self._answer = turn.status, turn.tokens
-        self.messages.append({"role": "assistant", "content": turn.text})
-        return turn
-
-    def reward(self, value: float) -> None:
-        """Add to the reward of the last turn. ValueError for a value that is not finite."""
-        if not math.isfinite(value):
-            raise ValueError(f"the reward of a turn is {value}; expected a finite number")
-        if not any(self.log.loss_mask):
-            raise RuntimeError("Episode.reward comes after a turn of the policy")
-        last = len(self.log.loss_mask) - 1 - self.log.loss_mask[::-1].index(True)
-        self.log.turn_rewards[last] += float(value)
-
-    def anchor(self, state: str) -> None:
-        """Name the state in which the next turn begins, for recipes that compare turns of one state (`gigpo`).
-
-        Without it the state is the text that the policy reads before the turn: the prompt, or the messages since its
-        last turn.
-        """
-        self._anchor = state
-
     def count(self, name: str, value: float = 1.0) -> None:
         """Add to a count of this episode; the metric `episode/<name>` is its mean over episodes."""
         self.counts[name] += value  # pyright: ignore[reportArgumentType]  (Counter adds floats too; its stubs say int)
+
+    # ---- for conversations -------------------------------------------------------------------------------------------
+
+    async def sample(
+        self,
+        parent: Turn | None,
+        added: list[int],
+        images: Sequence[ImageSpan] = (),
+        *,
+        max_new_tokens: int | None,
+        stop: Sequence[str] | None,
+        state: str,
+        label: str = "",
+        trained: bool = True,
+    ) -> Turn:
+        """Let the policy answer ``added`` tokens behind ``parent``, and add the turn to the tree.
+
+        Without room for a token the turn is empty, and not in the tree. ValueError if there is none for a first turn.
+        """
+        context = (parent.path_tokens if parent else []) + added
+        capacity, budget = self._policy.capacity, self._left
+        left = budget if capacity is None else min(budget, capacity - len(context))
+        if left <= 0:
+            if not self.tree.turns:
+                raise ValueError(f"the prompt has {len(added)} tokens, and {capacity} fit")
+            self.counts["out_of_room"] += budget > 0
+            self.status = Status.TRUNCATED
+            return Turn("", "", [], Status.TRUNCATED, parent)
+        stream = self._choose_stream(parent, added)
+        path = parent.path if parent else []
+        spans, start = [], 0
+        for turn in path:
+            spans += [replace(span, start=span.start + start) for span in turn.images]
+            start += len(turn.added) + len(turn.tokens)
+        spans += [replace(span, start=span.start + start) for span in images]
+        with self.clock.paused():
+            answer = await self._policy.respond(
+                context,
+                group=self.group,
+                index=self.index,
+                prompt_length=len(path[0].added if path else added),
+                limit=left if max_new_tokens is None else min(left, max_new_tokens),
+                stop=None if stop is None else tuple(stop),
+                stream=stream,
+                images=tuple(spans),
+            )
+        self.check_open()
+        tokens, decode = answer.tokens.tolist(), self._policy.decode
+        turn = Turn(
+            decode(tokens, special=False),
+            decode(tokens, special=True),
+            tokens,
+            answer.status,
+            parent,
+            added,
+            tuple(images),
+            answer.logprobs.tolist(),
+            answer.versions.tolist(),
+            answer.experts,
+            stream,
+            _number_state(state),
+            label,
+            trained,
+        )
+        self.tree.add(turn)
+        self._left -= len(tokens)
+        self.counts["turns"] += 1
+        self.counts["out_of_room"] += turn.status == Status.TRUNCATED and len(tokens) == left < budget
+        self.status = turn.status
+        return turn
+
+    def check_open(self) -> None:
+        """RuntimeError once the episode has ended."""
+        if self._over:
+            raise _EpisodeOver(f"group {self.group}, index {self.index} has ended")
+
+    def _choose_stream(self, parent: Turn | None, added: list[int]) -> int:
+        """Choose the stream of random numbers of a turn: its parent's, or another one for what was asked already.
+
+        It follows from the tokens, not from the order in which requests arrive, the first one excepted.
+        """
+        is_first = not self.tree.asked
+        place = self.tree.count_asked(parent, added)
+        if is_first or (parent is not None and place == 0):
+            return parent.stream if parent else 0
+        return _number_state(json.dumps([parent.stream if parent else None, added, place])) >> 32
 
     # ---- for the runner ----------------------------------------------------------------------------------------------
 
@@ -328,65 +452,15 @@ class Episode:
         self._over = True
         self._policy.forget(self.group, self.index)
         self.status = self.status if status is None else status
-        if status is None and not any(self.log.loss_mask):
-            self.status = Status.ERROR
-            self.counts["empty"] += 1
-        if not self.log.tokens:
-            self.log.add(self._prompt)
-            self.images = [*self._prompt_images]
-        self.prompt_length = self.prompt_length or len(self.log.tokens)
-
-    def _count_spelled(self, content: Any) -> None:
-        if self._rendering.guard.is_spelled(content):
-            self.counts["markers"] += 1
-
-    def _check_open(self) -> None:
-        if self._over:
-            raise _EpisodeOver(f"group {self.group}, index {self.index} has ended")
-
-    def _tokens_left(self, context: int) -> int:
-        """Tokens that the policy may still sample after a ``context`` of so many."""
-        capacity = self._policy.capacity
-        return self._left if capacity is None else min(self._left, capacity - context)
-
-    def _unread(self, anew: bool) -> tuple[list[int], Sequence[ImageSpan]]:
-        """Return the tokens that the policy has not read (the prompt, or those since its last turn), and their images.
-
-        ``anew``: render the whole conversation as a prompt.
-        """
-        tokens, images = self._prompt, self._prompt_images
-        if self._answer is not None and not anew:
-            tokens, images = [], ()
-            if self._new_messages:
-                tokens, images = self._rendering.render_messages(self._answer, self._new_messages, self.tools)
-        elif anew or self._new_messages or self._render_prompt:
-            keep = KEEPS_SPECIAL_TOKENS in self.row
-            tokens, images = self._rendering.render_prompt(self.messages, self.tools, keep)
-        return tokens + self._new_tokens, images
-
-    async def _respond(self, limit: int, stop: Sequence[str] | None) -> Turn:
-        self._generating = True
-        try:
-            with self.clock.paused():
-                answer = await self._policy.respond(
-                    list(self.log.tokens),
-                    group=self.group,
-                    index=self.index,
-                    prompt_length=self.prompt_length,
-                    limit=limit,
-                    stop=None if stop is None else tuple(stop),
-                    restarts=self._restarts,
-                    images=tuple(self.images),
-                )
-        finally:
-            self._generating = False
-        self._check_open()
-        self.counts["turns"] += 1
-        tokens = answer.tokens.tolist()
-        self.log.add(tokens, answer.logprobs.tolist(), answer.versions.tolist())
-        self._left -= len(tokens)
-        decode = self._policy.decode
-        return Turn(decode(tokens, special=False), decode(tokens, special=True), tokens, answer.status)
+        self.rows = self.tree.rows()
+        if not self.rows:
+            prompt = Turn("", "", [], Status.ERROR, added=self._prompt or [], images=self._prompt_images)
+            self.rows = [EpisodeRow()]
+            self.rows[0].add(prompt, trained=False)
+            if status is None:
+                self.status = Status.ERROR
+                self.counts["empty"] += 1
+        self.counts["rows"] += len(self.rows)
 
 
 def _number_state(state: str) -> int:

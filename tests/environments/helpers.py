@@ -13,6 +13,7 @@ from coalign.data.templates import load_template
 from coalign.environments.episode import Episode
 from coalign.environments.loop import EnvironmentBatch, EnvironmentFunction, EnvironmentLoop
 from coalign.environments.rendering import Rendering
+from coalign.environments.tree import EpisodeRow
 from coalign.types import Response, Status
 from tests.tiny import tiny_tokenizer
 
@@ -112,6 +113,7 @@ def played(fn: Any, one: Episode, **arguments: Any) -> Episode:
     return one
 
 
-def chosen(one: Episode) -> str:
-    """What the policy is trained on, as text."""
-    return TOKENIZER.decode([token for token, mask in zip(one.log.tokens, one.log.loss_mask, strict=True) if mask])
+def chosen(one: Episode | EpisodeRow) -> str:
+    """What the policy is trained on in a row (of an episode: in its first one), as text."""
+    row = one if isinstance(one, EpisodeRow) else one.rows[0]
+    return TOKENIZER.decode([token for token, mask in zip(row.tokens, row.loss_mask, strict=True) if mask])

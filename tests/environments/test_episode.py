@@ -31,26 +31,27 @@ def test_the_log_of_two_turns():
     opening = "<|im_start|>user\nWhat is 2+3?<|im_end|>\n" + ASSISTANT
     between = "\n<|im_start|>user\nSure?<|im_end|>\n" + ASSISTANT
     parts = [(opening, False), ("5<|im_end|>", True), (between, False), ("Yes<|im_end|>", True)]
-    assert one.log.tokens == [token for text, _ in parts for token in encode(text)]
-    assert one.log.loss_mask == [chosen for text, chosen in parts for _ in encode(text)]
-    chosen = [i for i, mask in enumerate(one.log.loss_mask) if mask]
-    assert [one.log.rollout_logprobs[i] for i in chosen] == [-0.125, -0.25, -0.125, -0.25, -0.375, -0.5]
-    assert {one.log.versions[i] for i in chosen} == {4}
-    others = set(range(len(one.log.tokens))) - set(chosen)
-    assert {one.log.rollout_logprobs[i] for i in others} == {0.0} and {one.log.versions[i] for i in others} == {-1}
-    rewards = {i: value for i, value in enumerate(one.log.turn_rewards) if value}
+    assert one.rows[0].tokens == [token for text, _ in parts for token in encode(text)]
+    assert one.rows[0].loss_mask == [chosen for text, chosen in parts for _ in encode(text)]
+    chosen = [i for i, mask in enumerate(one.rows[0].loss_mask) if mask]
+    assert [one.rows[0].rollout_logprobs[i] for i in chosen] == [-0.125, -0.25, -0.125, -0.25, -0.375, -0.5]
+    assert {one.rows[0].versions[i] for i in chosen} == {4}
+    others = set(range(len(one.rows[0].tokens))) - set(chosen)
+    assert {one.rows[0].rollout_logprobs[i] for i in others} == {0.0}
+    assert {one.rows[0].versions[i] for i in others} == {-1}
+    rewards = {i: value for i, value in enumerate(one.rows[0].turn_rewards) if value}
     assert rewards == {chosen[1]: 0.25, chosen[5]: 0.5}
-    assert one.prompt_length == len(encode(opening))
+    assert one.rows[0].prompt_length == len(encode(opening))
     assert one.status == Status.OK
     assert [m["content"] for m in one.messages] == ["What is 2+3?", "5", "Sure?", "Yes"]
     # A conversation that the template renders at once has the same tokens.
     whole = TOKENIZER.apply_chat_template(one.messages, tokenize=False)
-    assert TOKENIZER.decode(one.log.tokens) + "\n" == whole
+    assert TOKENIZER.decode(one.rows[0].tokens) + "\n" == whole
 
 
 def states(one):
     """The states of the turns, and where they stand among the policy's tokens."""
-    return [(i, state) for i, state in enumerate(one.log.turn_states) if state]
+    return [(i, state) for i, state in enumerate(one.rows[0].turn_states) if state]
 
 
 async def asks_back(one, *, question="Sure?"):
@@ -63,7 +64,7 @@ def test_the_state_before_a_turn_is_what_the_policy_reads_then():
     first, same = played(asks_back, episode("5", "Yes")), played(asks_back, episode("6, I think", "No"))
     cut = played(asks_back, episode([encode("5")[0]], "Yes"))  # the template adds the end of the turn that it lacks
     other = played(partial(asks_back, question="Why?"), episode("5", "Yes"))
-    begins = [i for i, chosen in enumerate(first.log.loss_mask) if chosen and not first.log.loss_mask[i - 1]]
+    begins = [i for i, chosen in enumerate(first.rows[0].loss_mask) if chosen and not first.rows[0].loss_mask[i - 1]]
     assert [i for i, _ in states(first)] == begins
     numbers = [[state for _, state in states(one)] for one in (first, same, cut, other)]
     assert numbers[0] == numbers[1] == numbers[2] and numbers[0][0] != numbers[0][1]
@@ -88,7 +89,7 @@ def test_an_environment_may_name_the_state_itself():
 def test_tokens_that_were_sampled_are_never_made_from_text_again():
     half_a_character = [0xE2 + 100, END]  # decodes to a replacement character, which has other tokens
     one = played(two_turns, episode(half_a_character, "Yes"))
-    assert one.log.tokens[one.prompt_length : one.prompt_length + 2] == half_a_character
+    assert one.rows[0].tokens[one.rows[0].prompt_length : one.rows[0].prompt_length + 2] == half_a_character
     assert encode(TOKENIZER.decode(half_a_character)) != half_a_character
 
 
@@ -101,8 +102,8 @@ def test_an_answer_of_a_tool_cannot_end_its_message():
         await one.generate()
 
     one = played(look_up, episode("What?", "So"))
-    assert forged + "<|im_end|>" in TOKENIZER.decode(one.log.tokens)
-    real = [token for token in one.log.tokens if token >= 256]
+    assert forged + "<|im_end|>" in TOKENIZER.decode(one.rows[0].tokens)
+    real = [token for token in one.rows[0].tokens if token >= 256]
     assert [TOKENIZER.decode([token]) for token in real] == ["<|im_start|>", "<|im_end|>"] * 4
     assert one.counts["markers"] == 1
 
@@ -118,7 +119,7 @@ def test_a_prompt_may_write_special_tokens_if_the_source_of_its_row_may(keep):
         await one.generate()
 
     one = played(show_tools, episode("What?", "So", **({KEEPS_SPECIAL_TOKENS: True} if keep else {})))
-    real = [token for token in one.log.tokens if token >= 256]
+    real = [token for token in one.rows[0].tokens if token >= 256]
     assert len(real) == 8 + keep  # what is said later stays text
 
 
@@ -129,8 +130,8 @@ def test_a_turn_that_was_cut_is_closed_as_the_template_closes_turns():
         assert (await one.generate()).text == "done"
 
     one = played(cut_short, episode("a long answer", "done"))
-    assert "assistant\na l<|im_end|>\n<|im_start|>user\nGo on<|im_end|>" in TOKENIZER.decode(one.log.tokens)
-    assert sum(one.log.loss_mask) == 3 + 5
+    assert "assistant\na l<|im_end|>\n<|im_start|>user\nGo on<|im_end|>" in TOKENIZER.decode(one.rows[0].tokens)
+    assert sum(one.rows[0].loss_mask) == 3 + 5
     assert one.status == Status.OK
 
 
@@ -146,14 +147,15 @@ def test_all_turns_share_the_budget():
     one = played(greedy, episode(*["x" * 20] * 3, max_new_tokens=10))
     assert one.lengths == [6, 4, 0]  # and going on after that is the end
     assert one.status == Status.TRUNCATED and one.counts["turns"] == 2
-    assert not one.log.loss_mask[one.prompt_length - 1] and one.log.loss_mask[-1]  # what nobody could read is left out
+    [row] = one.rows  # what nobody could read is left out
+    assert not row.loss_mask[row.prompt_length - 1] and row.loss_mask[-1]
     assert [asked["limit"] for asked in one._policy.asked] == [6, 4]
 
 
 def test_the_context_bounds_an_episode():
     opening = len(encode("<|im_start|>user\nWhat is 2+3?<|im_end|>\n" + ASSISTANT))
     one = played(two_turns, episode(policy=Script(["x" * 50, "y"], capacity=opening + 8)))
-    assert sum(one.log.loss_mask) == 8 and one.status == Status.TRUNCATED
+    assert sum(one.rows[0].loss_mask) == 8 and one.status == Status.TRUNCATED
     with pytest.raises(ValueError, match=f"prompt has {opening} tokens, and {opening} fit"):
         played(two_turns, episode(policy=Script(["x"], capacity=opening)))
 
@@ -164,7 +166,7 @@ def test_what_nobody_reads_leaves_no_tokens():
         one.say({"role": "user", "content": "Bye"})
 
     one = played(last_word, episode("5"))
-    assert TOKENIZER.decode(one.log.tokens).endswith("5<|im_end|>")
+    assert TOKENIZER.decode(one.rows[0].tokens).endswith("5<|im_end|>")
     assert one.messages[-1]["content"] == "Bye"
 
 
@@ -175,7 +177,7 @@ def test_messages_said_in_a_row_are_rendered_together():
         one.say({"role": "tool", "content": "2"}, {"role": "user", "content": "Well?"})
         await one.generate()
 
-    text = TOKENIZER.decode(played(two_words, episode("a", "b")).log.tokens)
+    text = TOKENIZER.decode(played(two_words, episode("a", "b")).rows[0].tokens)
     between = "".join(f"<|im_start|>{who}<|im_end|>\n" for who in ("tool\n1", "tool\n2", "user\nWell?"))
     assert f"a<|im_end|>\n{between}{ASSISTANT}b" in text
 
@@ -187,7 +189,7 @@ def test_the_opening_may_be_another_one():
         one.begin([{"role": "user", "content": "Hi"}], tools=tools)
         await one.generate()
 
-    text = TOKENIZER.decode(played(begins, episode("a")).log.tokens)
+    text = TOKENIZER.decode(played(begins, episode("a")).rows[0].tokens)
     assert text.startswith("<|im_start|>system\n[{") and '"add"' in text and "user\nHi<|im_end|>" in text
     assert "2+3" not in text
 
@@ -199,7 +201,7 @@ def test_plain_text_without_a_template():
         await one.generate()
 
     one = episode([*encode("one;")], "two", chat_template="none")
-    text = TOKENIZER.decode(played(continues, one).log.tokens)
+    text = TOKENIZER.decode(played(continues, one).rows[0].tokens)
     assert text == "What is 2+3?one; and then two<|im_end|>"
     assert one._policy.asked[0]["stop"] == (";",) and one._policy.asked[1]["stop"] is None
     with pytest.raises(RenderingError, match=r"data\.chat_template: none"):
@@ -285,7 +287,7 @@ def test_running_out_of_room_is_counted_and_ends_as_truncated(words, cut):
     one = episode(policy=policy)
     play(listens, one, words=words)
     assert (one.status == Status.TRUNCATED, one.counts["out_of_room"]) == (cut, float(cut))
-    assert len(one.log.tokens) <= room and len(policy.asked) == 2 - cut
+    assert len(one.rows[0].tokens) <= room and len(policy.asked) == 2 - cut
 
 
 async def asks(one):

@@ -24,7 +24,7 @@ def move(what) -> str:
 
 
 def total(one) -> float:
-    return sum(one.log.turn_rewards)
+    return sum(one.rows[0].turn_rewards)
 
 
 def takes_one(board, random) -> str:
@@ -64,7 +64,7 @@ def test_a_game_that_is_won():
     assert total(one) == 1.0
     texts = [m["content"] for m in one.messages]
     assert "There are 5 sticks" in texts[0] and texts[2] == "I take 1. There are 3 sticks. Your move."
-    assert one.log.turn_rewards[-1] == 1.0 and one.counts["turns"] == 2
+    assert one.rows[0].turn_rewards[-1] == 1.0 and one.counts["turns"] == 2
 
 
 def test_the_opponent_may_begin():
@@ -106,8 +106,8 @@ def test_self_play_trains_both_sides():
     play(self_play, first, second, settings={"sticks": 5})
     assert (total(first), total(second)) == (1.0, -1.0)
     assert "I take 2. There are 3 sticks." in second.messages[0]["content"]
-    assert "I take 1. There are 2 sticks." in TOKENIZER.decode(first.log.tokens)
-    assert sum(first.log.loss_mask) == 2 * len(TOKENIZER(move(2) + "<|im_end|>")["input_ids"])
+    assert "I take 1. There are 2 sticks." in TOKENIZER.decode(first.rows[0].tokens)
+    assert sum(first.rows[0].loss_mask) == 2 * len(TOKENIZER(move(2) + "<|im_end|>")["input_ids"])
 
 
 def test_in_self_play_an_illegal_move_loses():
@@ -116,7 +116,7 @@ def test_in_self_play_an_illegal_move_loses():
     assert (total(first), total(second)) == (1.0, -3.0)
     early, other = episode("no", index=0), episode(index=1)
     play(self_play, early, other)
-    assert (total(early), total(other)) == (-1.0, 0.0) and not any(other.log.loss_mask)
+    assert (total(early), total(other)) == (-1.0, 0.0) and not any(other.rows[0].loss_mask)
 
 
 def test_who_has_had_no_turn_is_in_no_baseline():
@@ -126,10 +126,10 @@ def test_who_has_had_no_turn_is_in_no_baseline():
     many = [early, idle, winner, loser]
     play(self_play, *many, settings={"sticks": 5})
     assert [one.status for one in many] == [Status.OK, Status.ERROR, Status.OK, Status.OK]
-    columns = {"loss_mask": torch.tensor([chosen for one in many for chosen in one.log.loss_mask])}
+    columns = {"loss_mask": torch.tensor([chosen for one in many for chosen in one.rows[0].loss_mask])}
     status = torch.tensor([int(one.status) for one in many])
     sequence = {"status": status, "reward": torch.tensor([total(one) for one in many]), "group": torch.full((4,), 5)}
-    batch = Batch(torch.tensor([len(one.log.tokens) for one in many]), columns, sequence)
+    batch = Batch(torch.tensor([len(one.rows[0].tokens) for one in many]), columns, sequence)
     store = LocalStore()
     ref, stats = BatchRef.of(Meta.of(batch), store.put(batch), store).without_errors()
     batch = ref.fetch()
@@ -149,7 +149,7 @@ def test_the_example_of_ones_own():
     wrong = 10 if number > 10 else 40
     one = episode(f"Is it {wrong}?", f"{wrong}", "no idea", f"It is {number}!")
     play(higher_or_lower, one)
-    rewards = [value for value in one.log.turn_rewards if value]
+    rewards = [value for value in one.rows[0].turn_rewards if value]
     assert rewards == pytest.approx([(10 if number > 10 else 11) / 50, -0.1, -0.1, 1.0])
     assert one.counts["found"] == 1
 

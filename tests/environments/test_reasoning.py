@@ -8,6 +8,7 @@ import torch
 from coalign.data.batch import Batch
 from coalign.data.templates import load_template
 from coalign.environments.rendering import RenderingError
+from coalign.types import Status
 from tests.data.families import FAMILIES, RESULT
 from tests.environments import helpers
 from tests.environments.helpers import TOKENIZER, encode, episode
@@ -29,27 +30,29 @@ async def chat(one, turns=2, words="Sure?"):
 
 
 def texts(fn, one, **arguments):
-    """What the episode has in its log, and what of it is trained on."""
-    return TOKENIZER.decode(helpers.played(fn, one, **arguments).log.tokens), helpers.chosen(one)
+    """What each row of the episode has, and what of it is trained on."""
+    rows = helpers.played(fn, one, **arguments).rows
+    return [(TOKENIZER.decode(row.tokens), helpers.chosen(row)) for row in rows]
 
 
-def test_last_begins_the_sample_anew_with_what_the_policy_reads_then():
+def test_last_makes_each_turn_a_row_with_what_the_policy_reads_then():
     one = episode(*SAID, chat_template=FAMILIES["Qwen3"], reasoning="last")
-    text, trained = texts(chat, one, turns=3)
-    before = ASKED + "5<|im_end|>\n" + SURE + "Yes<|im_end|>\n" + SURE
-    assert (text, trained) == (before + SAID[2] + "<|im_end|>", SAID[2] + "<|im_end|>")
-    assert one.log.tokens[: one.prompt_length] == encode(before) == one._policy.asked[2]["tokens"]
-    assert [asked["restarts"] for asked in one._policy.asked] == [0, 1, 2] and one.counts["rewritten"] == 2
-    assert sum(one.log.turn_rewards) == 1.0 and len(one.log.tokens) == len(one.log.turn_rewards)
+    rows = texts(chat, one, turns=3)
+    before = [ASKED, ASKED + "5<|im_end|>\n" + SURE, ASKED + "5<|im_end|>\n" + SURE + "Yes<|im_end|>\n" + SURE]
+    assert rows == [(read + said + "<|im_end|>", said + "<|im_end|>") for read, said in zip(before, SAID, strict=True)]
+    for row, asked, read in zip(one.rows, one._policy.asked, before, strict=True):
+        assert row.tokens[: row.prompt_length] == encode(read) == asked["tokens"]
+    assert len({asked["stream"] for asked in one._policy.asked}) == 3 and one.counts["rows"] == 3
+    assert [sum(row.turn_rewards) for row in one.rows] == [0.25, 0.0, 1.0]
     whole = TOKENIZER.apply_chat_template(one.messages, tokenize=False, chat_template=FAMILIES["Qwen3"])
-    assert text + "\n" == whole  # as the family's own template writes it
+    assert rows[-1][0] + "\n" == whole  # as the family's own template writes it
 
 
 def test_keep_goes_on_and_trains_every_turn():
     one = episode(*SAID, chat_template="qwen3-training", reasoning="keep")
-    text, trained = texts(chat, one)
+    [(text, trained)] = texts(chat, one)
     assert text == ASKED + SAID[0] + "<|im_end|>\n" + SURE + SAID[1] + "<|im_end|>"
-    assert trained == SAID[0] + "<|im_end|>" + SAID[1] + "<|im_end|>" and not one.counts["rewritten"]
+    assert trained == SAID[0] + "<|im_end|>" + SAID[1] + "<|im_end|>"
 
 
 async def call(one):
@@ -60,15 +63,16 @@ async def call(one):
 
 @pytest.mark.parametrize("policy, kept", [("last", True), ("drop", False)])
 def test_results_of_tools_end_the_reasoning_of_drop_alone(policy, kept):
-    text, trained = texts(call, episode(*SAID, chat_template="qwen3-training", reasoning=policy))
+    *earlier, (text, trained) = texts(call, episode(*SAID, chat_template="qwen3-training", reasoning=policy))
     assert ("first" in text) == ("first" in trained) == kept and "second" in trained and "3.5" in text
+    assert ["first" in row for _, row in earlier] == [True] * (not kept)
 
 
 def test_a_rewritten_prompt_that_does_not_fit_leaves_the_sample_as_it_was():
     one = episode(*SAID, chat_template=FAMILIES["Qwen3"], reasoning="last")
     one._policy.capacity = len(encode(ASKED + SAID[0])) + 3
-    text, trained = texts(chat, one, words="Sure? " * 20)
-    assert text == ASKED + SAID[0] + "<|im_end|>" and trained == SAID[0] + "<|im_end|>" and not one.counts["rewritten"]
+    assert texts(chat, one, words="Sure? " * 20) == [(ASKED + SAID[0] + "<|im_end|>", SAID[0] + "<|im_end|>")]
+    assert one.status == Status.TRUNCATED and one.rows[0].turn_rewards[-1] == 1.25
 
 
 def test_what_cannot_be_rewritten_is_refused():
@@ -92,11 +96,11 @@ def test_the_engine_reads_the_rewritten_prompt(tmp_path):
         fn, settings = "tests.environments.test_reasoning:short_turns", {"max_sequences": sequences}
         policy = module(directory, fn, samples=3, tokens=40, native=settings, reasoning="last")
         out, stats = policy.generate(batch)
-        assert stats["episode/rewritten"].value == 1.0
+        assert stats["episode/rows"].value == 2.0 and out["branch"].tolist() == [0, 1] * 3
         made.append(out)
     for name in ("tokens", "loss_mask", "rollout_logprobs", "prompt_length"):
         assert torch.equal(made[0][name], made[1][name])
-    for row in made[0].rows():
+    for row in made[0].select(made[0]["branch"] == 1).rows():
         start = int(row["prompt_length"])
         assert row["loss_mask"].tolist() == [False] * start + [True] * (len(row["tokens"]) - start)
         assert tokenizer.decode(row["tokens"][:start]).endswith(SURE) and start > len(prompt)

@@ -42,7 +42,7 @@ def test_a_crash_ends_its_own_episode_alone():
     running = play(crashes, *several(4))
     assert statuses(running) == [Status.OK, Status.ERROR, Status.ERROR, Status.OK]
     assert [each.reason for each in running.calls] == ["", "KeyError", "SystemExit", ""]
-    assert all(sum(each.episodes[0].log.loss_mask) == 2 for each in running.calls)
+    assert all(sum(each.episodes[0].rows[0].loss_mask) == 2 for each in running.calls)
 
 
 @pytest.mark.parametrize("stubborn", [False, True])

@@ -115,7 +115,7 @@ def test_a_turn_with_a_call_and_one_with_the_answer():
     assert [m["role"] for m in one.messages] == ["user", "assistant", "tool", "assistant"]
     assert one.messages[1]["content"] == "Let me see."
     assert one.messages[1]["tool_calls"][0]["function"] == {"name": "calculator", "arguments": {"expression": "2+3"}}
-    text = TOKENIZER.decode(one.log.tokens)
+    text = TOKENIZER.decode(one.rows[0].tokens)
     assert text.startswith("<|im_start|>system\n[{") and '"name": "lookup"' in text
     assert chosen(one) == f"Let me see.{said(ask('calculator', expression='2+3'))}<|im_end|>5<|im_end|>"
     assert "<|im_start|>tool\n5<|im_end|>" in text

@@ -6,11 +6,9 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
 
 from coalign.backends.engines.contract import GenerationSession
 from coalign.backends.engines.request import Request, stack_experts
@@ -18,9 +16,10 @@ from coalign.backends.engines.session_driver import GenerationTask
 from coalign.data.batch import Batch
 from coalign.data.images.expansion import Placeholders
 from coalign.data.templates import load_template
-from coalign.environments.episode import Episode, EpisodeLog
+from coalign.environments.episode import Episode
 from coalign.environments.loop import EnvironmentBatch, EnvironmentCall, EnvironmentFunction, EnvironmentLoop
 from coalign.environments.rendering import Rendering
+from coalign.environments.tree import ROW_COLUMNS
 from coalign.roles import Context
 from coalign.types import TOKEN_COLUMNS, ImageSpan, Max, Response, Stat, Stats, Status, Total, merge_stats
 
@@ -47,7 +46,6 @@ class EpisodeBatch(GenerationTask):
         self, runner: EpisodeRunner, session: GenerationSession, samples: Batch, min_groups: int | None
     ) -> None:
         self.runner, self.session, self.samples = runner, session, samples
-        self.experts: dict[tuple[int, int], Tensor | None] = {}  # (group, index) -> those of all turns so far
         self.tokens_prefilled = self.tokens_kept = 0  # prompt tokens, summed over all turns
         limits = (session.engine.max_tokens, runner.longest)
         self.capacity = min((limit for limit in limits if limit is not None), default=None)
@@ -82,10 +80,11 @@ class EpisodeBatch(GenerationTask):
             "episode/tokens_kept": Stat(self.tokens_kept, len(self.episodes)),
         }
         out = _to_batch(self.samples, self.episodes)
+        rows = [row for episode in self.episodes for row in episode.rows]
         if self.runner.reads_images:
-            out = out.with_(images=[tuple(episode.images) for episode in self.episodes])
+            out = out.with_(images=[tuple(row.images) for row in rows])
         if engine.experts is not None:
-            experts = [self.experts.get((episode.group, episode.index)) for episode in self.episodes]
+            experts = [row.experts for row in rows]
             out = out.with_(routed_experts=stack_experts(experts, out.lengths.tolist(), engine.experts))
         return out, {**_merge_episode_stats(calls), **prefill}
 
@@ -100,7 +99,7 @@ class EpisodeBatch(GenerationTask):
         prompt_length: int,
         limit: int,
         stop: tuple[str, ...] | None,
-        restarts: int,
+        stream: int,
         images: tuple[ImageSpan, ...],
     ) -> Response:
         loop = asyncio.get_running_loop()
@@ -110,14 +109,12 @@ class EpisodeBatch(GenerationTask):
             if not answer.done():
                 answer.set_result(response)
 
-        options: dict[str, Any] = {"limit": limit, "stop": stop, "images": images, "restarts": restarts}
+        options: dict[str, Any] = {"limit": limit, "stop": stop, "images": images, "restarts": stream}
         request = Request(tokens, group, first=index, first_turn=prompt_length, **options)
         prompt = self.session.submit(request, lambda offset, response: loop.call_soon_threadsafe(settle, response))
         self.runner.loop.news.set()
         try:
-            response = await answer
-            self.experts[group, index] = response.experts
-            return response
+            return await answer
         except asyncio.CancelledError:
             self.session.cut(prompt)
             raise
@@ -199,21 +196,25 @@ class EpisodeRunner:
 
 
 def _to_batch(samples: Batch, episodes: Sequence[Episode]) -> Batch:
+    """Build the rows of all episodes; those of one are neighbours, numbered by the column ``branch``."""
+    rows = [row for episode in episodes for row in episode.rows]
     token = {
-        column.name: torch.tensor(
-            [value for episode in episodes for value in getattr(episode.log, column.name)],
-            dtype=TOKEN_COLUMNS[column.name],
-        )
-        for column in fields(EpisodeLog)
+        name: torch.tensor([value for row in rows for value in getattr(row, name)], dtype=TOKEN_COLUMNS[name])
+        for name in ROW_COLUMNS
     }
+    counts = torch.tensor([len(episode.rows) for episode in episodes])
     sequence: dict[str, Any] = {
-        "prompt_length": torch.tensor([e.prompt_length for e in episodes], dtype=torch.int32),
         "status": torch.tensor([int(e.status) for e in episodes], dtype=torch.uint8),
         "messages": [e.messages for e in episodes],
         "rows": [e.row if e.tools is None else {**e.row, "tools": e.tools} for e in episodes],
     }
-    lengths = torch.tensor([len(e.log.tokens) for e in episodes], dtype=torch.int64)
-    return Batch(lengths, token, {**samples.sequence, **sequence})
+    owner = torch.arange(len(episodes)).repeat_interleave(counts)
+    per_episode = Batch(torch.zeros(len(episodes)), {}, {**samples.sequence, **sequence}).select(owner)
+    first = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    prompt_lengths = torch.tensor([row.prompt_length for row in rows], dtype=torch.int32)
+    per_row = {"prompt_length": prompt_lengths, "branch": (torch.arange(len(rows)) - first).int()}
+    lengths = torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64)
+    return Batch(lengths, token, {**per_episode.sequence, **per_row})
 
 
 def _merge_episode_stats(calls: Sequence[EnvironmentCall]) -> Stats:

@@ -49,9 +49,9 @@ def test_an_agent_runs_unchanged_and_its_tokens_are_recorded():
     one, outcome = agents("tool_agent", "Let me see. " + CALL, "5")
     assert outcome.error is None and one.status == Status.OK
     assert chosen(one) == f"Let me see. {CALL}<|im_end|>5<|im_end|>"
-    text = TOKENIZER.decode(one.log.tokens)
+    text = TOKENIZER.decode(one.rows[0].tokens)
     assert text.startswith("<|im_start|>system\n[{") and "<|im_start|>tool\n5<|im_end|>" in text
-    assert one.log.turn_rewards[-1] == 1.0
+    assert one.rows[0].turn_rewards[-1] == 1.0
     assert [m["role"] for m in one.messages] == ["user", "assistant", "tool", "assistant"]
     assert one.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 2, "b": 3}
 
@@ -70,7 +70,7 @@ def test_a_plain_function_runs_in_a_thread():
     one, outcome = agents("plain_agent", "5", "Yes of course")
     assert outcome.error is None
     assert chosen(one) == "5<|im_end|>Yes "
-    assert one.status == Status.TRUNCATED and not any(one.log.turn_rewards)
+    assert one.status == Status.TRUNCATED and not any(one.rows[0].turn_rewards)
 
 
 async def rewrites(client, row):
@@ -160,7 +160,7 @@ def http_agent(address, row):
 def test_the_same_over_http():
     one, outcome = agents("http_agent", "5", "Yes", serve_http=True)
     assert outcome.error is None
-    assert chosen(one) == "5<|im_end|>Yes<|im_end|>" and one.log.turn_rewards[-1] == 1.0
+    assert chosen(one) == "5<|im_end|>Yes<|im_end|>" and one.rows[0].turn_rewards[-1] == 1.0
 
 
 def strangers(address, row):
@@ -196,7 +196,7 @@ def test_no_stranger_reaches_the_episode_and_no_request_breaks_its_endpoint(capl
     one = episode(*["5"] * (2 * cases))
     one.row["cases"] = cases
     outcome = play(agent, one, timeout=3000.0, run=f"{HERE}:strangers", serve_http=True).calls[0]
-    assert outcome.error is None and one.log.turn_rewards[-1] == 1.0
+    assert outcome.error is None and one.rows[0].turn_rewards[-1] == 1.0
     assert not [record for record in caplog.records if record.exc_info]
 
 
