@@ -42,6 +42,7 @@ SEQUENCE_COLUMNS: Mapping[str, torch.dtype] = {
     "group": torch.int64,  # id of the prompt as drawn in this run: unique per draw, equal for its n samples
     "index": torch.int32,  # which of the n samples
     "branch": torch.int32,  # which row of an episode: those of one are neighbours, and count as one sample
+    "episode_tokens": torch.int32,  # trained tokens of the row's episode, in all its rows
     "prompt_length": torch.int32,
     "status": torch.uint8,  # a Status
     "samples": torch.int32,  # number of samples of this prompt, where it has its own

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from coalign.algorithms.divergence import mismatch_stats
-from coalign.algorithms.segments import AGGREGATIONS, LossTotals, aggregation_weights, segment_count
+from coalign.algorithms.segments import AGGREGATIONS, LossTotals, aggregation_weights, sequence_shares
 from coalign.types import LossInput, LossOutput, Stats
 
 _STEP_STATISTICS = {"value", "grad_norm", "lr", "skipped_updates", "not_finite"}
@@ -124,11 +124,18 @@ class Objective:
         return {"token": totals.tokens, "sequence": totals.sequences, "group": totals.groups, "batch": 1.0}[self.per]
 
     def _weigh(self, x: LossInput, totals: LossTotals) -> Tensor:
+        episode_tokens = x.columns.get("episode_tokens")
         if self.per == "token":
-            how, length = self.aggregation, self.constant_length
-            return aggregation_weights(x.segment, x.sequences, aggregation=how, totals=totals, constant_length=length)
+            return aggregation_weights(
+                x.segment,
+                x.sequences,
+                aggregation=self.aggregation,
+                totals=totals,
+                constant_length=self.constant_length,
+                episode_tokens=episode_tokens,
+            )
         if self.per == "sequence":  # the mean over those with trained tokens
-            return (segment_count(x.segment, x.sequences) > 0).double() / totals.sequences
+            return sequence_shares(x.segment, x.sequences, episode_tokens) / totals.sequences
         if self.per == "group":
             return torch.full((x.groups,), 1.0 / totals.groups, dtype=torch.float64, device=x.segment.device)
         return torch.ones(1)

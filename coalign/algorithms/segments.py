@@ -69,7 +69,7 @@ class RewardGroups:
 class LossTotals:
     """The denominators of a loss: counts of one optimizer step over all micro-batches and ranks.
 
-    ``sequences`` counts those with trained tokens.
+    ``sequences`` counts those with trained tokens; an episode of several rows is one.
     """
 
     tokens: float
@@ -80,10 +80,26 @@ class LossTotals:
 AGGREGATIONS = ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant")
 
 
+def sequence_shares(segment: Tensor, sequences: int, episode_tokens: Tensor | None) -> Tensor:
+    """f64[N]: what each sequence counts in the number of sequences: 1, and 0 without trained tokens.
+
+    A row of an episode of several rows counts its share of the ``episode_tokens`` i[N], the episode's trained tokens.
+    """
+    counts = segment_count(segment, sequences)
+    return (counts > 0).double() if episode_tokens is None else counts / episode_tokens.double().clamp(min=1)
+
+
 def aggregation_weights(
-    segment: Tensor, sequences: int, *, aggregation: str, totals: LossTotals, constant_length: int = 1
+    segment: Tensor,
+    sequences: int,
+    *,
+    aggregation: str,
+    totals: LossTotals,
+    constant_length: int = 1,
+    episode_tokens: Tensor | None = None,
 ) -> Tensor:
-    """f64[T]: the weight of each trained token. A micro-batch holds whole sequences.
+    """f64[T]: the weight of each trained token. A micro-batch holds whole sequences; for ``episode_tokens`` i[N] the
+    sequence is the episode.
 
     - ``token_mean``: 1 / tokens
     - ``sequence_mean_token_mean``: 1 / (sequences · tokens of the sequence)
@@ -94,5 +110,6 @@ def aggregation_weights(
     if aggregation == "token_mean":
         return ones / totals.tokens
     if aggregation == "sequence_mean_token_mean":
-        return ones / segment_count(segment, sequences)[segment] / totals.sequences
+        tokens = segment_count(segment, sequences) if episode_tokens is None else episode_tokens
+        return ones / tokens[segment] / totals.sequences
     return ones / (totals.sequences * (constant_length if aggregation == "constant" else 1))

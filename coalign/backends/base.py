@@ -19,7 +19,7 @@ from torch import Tensor
 
 from coalign.algorithms.divergence import mismatch_stats
 from coalign.algorithms.objective import FunctionLoss, Loss, Objective
-from coalign.algorithms.segments import LossTotals, segment_count
+from coalign.algorithms.segments import LossTotals, segment_count, sequence_shares
 from coalign.backends.optim import compute_learning_rate
 from coalign.backends.packing import get_loss_mask
 from coalign.config.errors import located_at, parse_key
@@ -501,8 +501,9 @@ class TrainableModule(Module):
 
     def _count_totals(self, batch: Batch) -> LossTotals:
         segment, group = batch.segment[get_loss_mask(batch)], _groups_of(batch)
-        sequences, groups = len(segment.unique()), int(group.max()) + 1 if len(group) else 0
-        return LossTotals(*self.all_reduce([float(len(segment)), float(sequences), float(groups)]))
+        sequences = float(sequence_shares(segment, len(batch), batch.get("episode_tokens")).sum())
+        groups = int(group.max()) + 1 if len(group) else 0
+        return LossTotals(*self.all_reduce([float(len(segment)), sequences, float(groups)]))
 
     def _prepare(
         self, batch: Batch, objective: Objective, totals: LossTotals, logprobs: _TrainedLogprobs | None = None

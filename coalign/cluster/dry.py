@@ -207,7 +207,9 @@ class _DryModel:
         batch = _responses(data, samples or self.context.samples_per_prompt)
         if self.context.environment is not None:
             nothing, messages = torch.zeros(batch.tokens_total), [[] for _ in range(len(batch))]
-            batch = batch.with_(turn_rewards=nothing, turn_states=batch["loss_mask"].long(), messages=messages)
+            branch = torch.zeros(len(batch), dtype=torch.int32)
+            states = batch["loss_mask"].long()
+            batch = batch.with_(turn_rewards=nothing, turn_states=states, messages=messages, branch=branch)
         reads = _by_source(sources, [name for name in _columns(data) if name in batch])
         return self.cluster.answer(Call(self.name, "generate"), batch, {}, reads, _columns(batch), {}, data)
 

@@ -238,10 +238,10 @@ class Worker:
             return Meta(value=function(self.module, self.store, *arguments)), None
 
     def apply(self, function: Callable[..., Any], rows: WorkerRows, keywords: Mapping[str, Any]) -> Answer:
-        """Call a pure function on columns of a batch; returns the columns that it adds."""
+        """Call a pure function on columns of a batch, a sequence for each episode; returns the columns that it adds."""
         batch = rows.gather(self.store)
-        columns, stats = apply_columns(function, batch, keywords)
-        return _answer({**columns, **stats}, batch)
+        columns, stats = apply_columns(function, batch.as_episodes(), keywords)
+        return _answer({**batch.spread(columns), **stats}, batch)
 
     def transform(self, function: Callable[..., Any], inputs: list[WorkerRows], keywords: Mapping[str, Any]) -> Answer:
         """Call a pure function on complete batches; returns the batch that it makes."""

@@ -124,6 +124,51 @@ class Batch:
         """i64[T]: the number of the sequence that each token belongs to."""
         return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
 
+    @cached_property
+    def episode(self) -> Tensor | None:
+        """i64[N]: the number of the episode that each row is of; None if every row is one (column ``branch``).
+
+        ValueError if rows of an episode are no neighbours, or some are missing.
+        """
+        branch = self.get("branch")
+        if branch is None or not bool(branch.any()):
+            return None
+        follows = branch != 0
+        member = torch.stack([cast(Tensor, self[name]).long() for name in ("group", "index")])
+        same = (member[:, 1:] == member[:, :-1]).all(0) & (branch[1:] == branch[:-1] + 1)
+        if bool(follows[0]) or not bool(same[follows[1:]].all()):
+            raise ValueError("rows of an episode (column `branch`) must be neighbours, in order, with the first one")
+        return (~follows).cumsum(0) - 1
+
+    def first_branches(self) -> Batch:
+        """Return the first row of each episode, its main conversation."""
+        return self if self.episode is None else self.select(cast(Tensor, self["branch"]) == 0)
+
+    def as_episodes(self) -> Batch:
+        """Return a batch with one sequence for each episode: its rows end to end, and the values of the first one.
+
+        What counts samples counts these: an episode of many rows is one sample of its prompt.
+        """
+        if (episode := self.episode) is None:
+            return self
+        first = self.first_branches()
+        lengths = torch.zeros(len(first), dtype=torch.int64).index_add_(0, episode, self.lengths)
+        return Batch._of_checked(lengths, self.token, first.sequence)
+
+    def spread(self, columns: Mapping[str, Column]) -> dict[str, Column]:
+        """Give each row the values of its episode: ``columns`` are those of `as_episodes`, token columns stay."""
+        if (episode := self.episode) is None:
+            return dict(columns)
+        merged = self.as_episodes()
+        return {
+            name: column
+            if merged._is_token(name, column)
+            else column[episode]
+            if isinstance(column, Tensor)
+            else [column[number] for number in episode.tolist()]
+            for name, column in columns.items()
+        }
+
     def with_(self, **columns: Column) -> Batch:
         """Return a batch with these columns added or replaced.
 

@@ -24,7 +24,14 @@ from coalign.config.schema import RunConfig
 from coalign.data.loader import Loader
 from coalign.engine.environment import Environment
 from coalign.engine.evaluator import Evaluator, score
-from coalign.engine.flow import AbsentScorer, FunctionChain, PtxTrainer, RolloutPolicy, chain
+from coalign.engine.flow import (
+    AbsentScorer,
+    FunctionChain,
+    PtxTrainer,
+    RolloutPolicy,
+    chain,
+    count_episode_tokens,
+)
 from coalign.engine.progress import Progress
 from coalign.engine.reference import BaseWeights
 from coalign.engine.reward import Reward
@@ -361,7 +368,8 @@ class Engine:
         if (function := self.read_section("advantage")) is None:
             raise ValueError(f"advantage: `{self.config.algorithm}` needs it; name a function (`group`, `gae`, …)")
         truncated, covariance = self.read_section("truncated"), self.read_section("covariance")
-        return chain(truncated, self.shaping, function, covariance, main=function)
+        in_rows = count_episode_tokens if self.config.rollout.fn != "single_turn" else None
+        return chain(truncated, self.shaping, function, covariance, in_rows, main=function)
 
     def apply(self, fn: Callable[..., Any] | FunctionChain, *batches: BatchRef | Future, **arguments: Any) -> Future:
         """Run a pure function on the columns of the batches (same sequences); see docs/design.md §4."""

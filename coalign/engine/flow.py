@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
+from coalign.algorithms.segments import segment_count
 from coalign.cluster.batch_ref import BatchRef
 from coalign.cluster.future import Future
 
@@ -62,6 +65,11 @@ class AbsentScorer:
 
     def __bool__(self) -> bool:
         return False
+
+
+def count_episode_tokens(loss_mask: Tensor, segment: Tensor, lengths: Tensor) -> dict[str, Tensor]:
+    """Count the trained tokens of each episode, by which a loss that averages over samples weighs its rows."""
+    return {"episode_tokens": segment_count(segment[loss_mask], len(lengths)).int()}
 
 
 @dataclass(frozen=True)

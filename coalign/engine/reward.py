@@ -120,7 +120,11 @@ def combine_rewards(
     into: str,
     seen: Mapping[str, Moments] = MappingProxyType({}),
 ) -> tuple[Batch, Stats]:
-    """Compute the columns and metrics of Reward.forward_step from the samples ``out`` and the results of the terms."""
+    """Compute the columns and metrics of Reward.forward_step from the samples ``out`` and the results of the terms.
+
+    An episode has the values of its first row.
+    """
+    rows, out, scored = out, out.first_branches(), _select_first(out, scored)
     combined = _CombinedRewards.of(out, scored, terms)
     _refuse_bugs(scored, combined, terms)
     if (combined.finished & combined.training).any() and not combined.complete.any():
@@ -133,13 +137,20 @@ def combine_rewards(
     columns = {into: torch.full((len(out),), float("nan"))}
     columns |= {f"{into}/{term.name}": values for term, values in zip(terms, combined.values, strict=True)}
     unscaled = [_RewardTerm(term.name, term.weight) for term in terms]
-    for rows, scale in (
+    for scaled, scale in (
         (combined.complete & combined.training, terms),
         (combined.complete & ~combined.training, unscaled),
     ):
-        columns[into][rows] = combine(combined.values[:, rows], out["group"][rows], scale, seen).float()
+        columns[into][scaled] = combine(combined.values[:, scaled], out["group"][scaled], scale, seen).float()
     status = out["status"].masked_fill(combined.finished & ~combined.complete, int(Status.ERROR))
-    return Batch(out.lengths, {}, {**columns, "status": status}), combined.stats(terms, into)
+    return Batch(rows.lengths, {}, rows.spread({**columns, "status": status})), combined.stats(terms, into)
+
+
+def _select_first(out: Batch, scored: Sequence[Batch]) -> tuple[Batch, ...]:
+    """Return of batches with the sequences of ``out`` the first row of each episode."""
+    if out.episode is None:
+        return tuple(scored)
+    return tuple(batch.select(cast(Tensor, out["branch"]) == 0) for batch in scored)
 
 
 def combine(values: Tensor, group: Tensor, terms: Sequence[_RewardTerm], running: Mapping[str, Moments]) -> Tensor:
@@ -206,7 +217,8 @@ def _first_failures(scored: Batch, terms: Sequence[_RewardTerm]) -> str:
 
 
 def observe_rewards(seen: Batch, out: Batch, *scored: Batch, terms: Sequence[_RewardTerm]) -> Batch:
-    """Add the rows that are trained on to the moments ``seen`` of `running` terms."""
+    """Add the samples that are trained on to the moments ``seen`` of `running` terms."""
+    out, scored = out.first_branches(), _select_first(out, scored)
     combined = _CombinedRewards.of(out, scored, terms)
     names = _list_running(terms)
     earlier = _from_batch(seen, names)

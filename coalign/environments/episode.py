@@ -212,7 +212,8 @@ class Conversation:
         """Add to the reward of the last turn. ValueError for a value that is not finite."""
         if not math.isfinite(value):
             raise ValueError(f"the reward of a turn is {value}; expected a finite number")
-        turns = [turn for turn in (self._last.path if self._last else ()) if turn.tokens]
+        played = self._last.path if self._last else self.episode.tree.turns if self is self.episode else []
+        turns = [turn for turn in played if turn.tokens and turn.trained]
         if not turns:
             raise RuntimeError("Episode.reward comes after a turn of the policy")
         turns[-1].reward += float(value)
@@ -286,7 +287,7 @@ class Episode(Conversation):
         self._prompt, self._prompt_images = list(prompt), tuple(images)
         self._left = max_new_tokens
         self._policy = policy
-        self._over = False
+        self._over = self._is_full = False
 
     # ---- for environments --------------------------------------------------------------------------------------------
 
@@ -316,6 +317,8 @@ class Episode(Conversation):
         `generate` raises.
         """
         self.check_open()
+        if self._is_full:
+            raise OutOfTokens(f"group {self.group}, index {self.index} has used all its tokens")
         sent = self.rendering.read_messages(messages)
         parent, known = self.tree.find(tools, sent)
         if parent is not None and known < len(sent) and not self.rendering.rewrites(sent[known:]):
@@ -379,8 +382,8 @@ class Episode(Conversation):
             if not self.tree.turns:
                 raise ValueError(f"the prompt has {len(added)} tokens, and {capacity} fit")
             self.counts["out_of_room"] += budget > 0
-            self.status = Status.TRUNCATED
-            return Turn("", "", [], Status.TRUNCATED, parent)
+            self.status, self._is_full = Status.TRUNCATED, True
+            return Turn("", "", [], Status.TRUNCATED, len(self.tree.turns), parent)
         stream = self._choose_stream(parent, added)
         path = parent.path if parent else []
         spans, start = [], 0
@@ -406,6 +409,7 @@ class Episode(Conversation):
             decode(tokens, special=True),
             tokens,
             answer.status,
+            0,
             parent,
             added,
             tuple(images),
@@ -460,6 +464,8 @@ class Episode(Conversation):
             if status is None:
                 self.status = Status.ERROR
                 self.counts["empty"] += 1
+        elif (leaf := self.rows[0].leaf) is not None and leaf.messages:  # the conversation that a reward reads
+            self.messages, self.tools = [*leaf.messages], leaf.tools
         self.counts["rows"] += len(self.rows)
 
 

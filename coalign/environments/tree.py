@@ -36,6 +36,7 @@ class Turn:
     raw: str
     tokens: list[int]
     status: Status
+    number: int = 0  # in the order in which the turns of the episode ended
     parent: Turn | None = None
     added: list[int] = field(default_factory=list)
     images: tuple[ImageSpan, ...] = ()
@@ -47,7 +48,8 @@ class Turn:
     label: str = ""
     trained: bool = True
     reward: float = 0.0
-    call_ids: tuple[str, ...] = ()
+    messages: Sequence[Message] = ()  # the conversation that it ends, where messages were asked
+    tools: Tools | None = None
 
     @property
     def path(self) -> list[Turn]:
@@ -78,7 +80,7 @@ class EpisodeRow:
     turn_states: list[int] = field(default_factory=list)
     images: list[ImageSpan] = field(default_factory=list)
     prompt_length: int = 0
-    experts: Tensor | None = None
+    leaf: Turn | None = None
 
     def add(self, turn: Turn, *, trained: bool) -> None:
         """Add the tokens before a turn, and its own. One that is ``trained`` elsewhere, or not at all, is context."""
@@ -93,7 +95,7 @@ class EpisodeRow:
         self.turn_states += [0] * (before + count)
         if trained and count:
             self.turn_rewards[-1], self.turn_states[start + before] = turn.reward, turn.state
-        self.experts = turn.experts
+        self.leaf = turn
 
 
 class TurnTree:
@@ -106,13 +108,14 @@ class TurnTree:
         self._by_tokens: dict[tuple[int, bytes], Turn] = {}
 
     def add(self, turn: Turn) -> None:
-        """Add a turn that has ended."""
+        """Add a turn that has ended, and number it."""
+        turn.number = len(self.turns)
         self.turns.append(turn)
         self._by_tokens[_hash_tokens(turn.path_tokens)] = turn
 
     def remember(self, turn: Turn, tools: Tools | None, messages: Sequence[Message]) -> None:
         """Let a turn be found by ``messages``, which end with its answer."""
-        turn.call_ids = _list_call_ids(messages[-1])
+        turn.messages, turn.tools = messages, tools
         *_, key = _chain(tools, messages)
         self._by_messages[key].append(turn)
 
@@ -126,7 +129,8 @@ class TurnTree:
         if last is None or not (turns := self._by_messages.get(keys[last + 1])):
             return None, 0
         ids = _list_call_ids(messages[last])
-        return next((turn for turn in reversed(turns) if ids and turn.call_ids == ids), turns[-1]), last + 1
+        same = (turn for turn in reversed(turns) if ids and _list_call_ids(turn.messages[-1]) == ids)
+        return next(same, turns[-1]), last + 1
 
     def find_by_tokens(self, prompt: list[int]) -> Turn | None:
         """Find the turn with the longest path that ``prompt`` begins with, and goes beyond."""
@@ -145,12 +149,16 @@ class TurnTree:
     def rows(self) -> list[EpisodeRow]:
         """Build a row for each trained turn that no trained one follows: the fewest that hold all of them.
 
-        Each turn is trained in the first row that has it.
+        Each turn is trained in the first row that has it. The first row is the main conversation's. The order of the
+        others follows from their tokens, not from which turn ended first, which differs from run to run.
         """
         inner = {earlier for turn in self.turns if turn.trained for earlier in turn.path[:-1]}
         owned: set[Turn] = set()
         rows = []
-        for leaf in (turn for turn in self.turns if turn.trained and turn not in inner):
+        leaves = [turn for turn in self.turns if turn.trained and turn not in inner]
+        for leaf in sorted(
+            leaves, key=lambda leaf: [(turn.stream != 0, turn.added, turn.stream) for turn in leaf.path]
+        ):
             row = EpisodeRow()
             for turn in leaf.path:
                 row.add(turn, trained=turn.trained and turn not in owned)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 from pathlib import Path
@@ -36,6 +37,37 @@ def test_grpo_learns_from_episodes(tmp_path):
     for sample in samples(config):
         assert [m["role"] for m in sample["messages"]] == ["user", "assistant", "tool", "assistant"]
     assert weights_hash(run_in_two_parts(config, 1), 2) == weights_hash(config, 2)
+
+
+async def branches(episode):
+    """A history that forks, a critic beside it, and a summary in its place; odd samples go straight on."""
+    asked = [{"role": "user", "content": "1+2="}]
+
+    async def ask(messages):
+        turn = await episode.ask(messages, max_new_tokens=4)
+        answered = [*messages, {"role": "assistant", "content": turn.text}]
+        episode.tree.remember(turn, None, episode.rendering.read_messages(answered))
+        return [*answered, {"role": "user", "content": "go on"}]
+
+    history = await ask(await ask(asked))
+    if episode.index % 2 == 0:
+        critic = episode.conversation([{"role": "user", "content": "Judge it"}], label="critic")
+        await asyncio.gather(ask(history), ask(history), critic.generate(max_new_tokens=4))
+        await ask([{"role": "user", "content": "so far: 1+2="}])
+    episode.reward(sum(token % 7 for turn in episode.tree.turns for token in turn.tokens) / 50)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean_token_mean"])
+def test_grpo_learns_from_episodes_of_several_rows(tmp_path, aggregation):
+    config = calculating(tmp_path, steps=3, save_every=1)
+    config["rollout"], config["reward"] = {"fn": "tests.environments.test_training:branches"}, {"fn": "episode"}
+    config["loss"] = {"aggregation": aggregation}
+    config["models"]["policy"]["sampling"] = {"max_new_tokens": 60}
+    assert run(config) == 0
+    for line in metrics(config):
+        assert line["samples/count"] == 16 and line["episode/rows"] == 2.5  # four rows, or one
+        assert line["loss/mismatch_max"] < 1e-4
+    assert weights_hash(run_in_two_parts(config, 1), 3) == weights_hash(config, 3)
 
 
 def always_calls(turn: Turn) -> tuple[str, list[ToolRequest]]:

@@ -93,7 +93,7 @@ def test_compaction_sub_agents_and_other_tools_are_rows_of_their_own():
     one = play(program, *"vwxyz")
     rows = check(one, 4)
     assert [turn.label for turn in one.tree.turns] == ["", "", "summary", "", ""]
-    assert "so far: x" in TOKENIZER.decode(rows[2].tokens)
+    assert sum("so far: x" in TOKENIZER.decode(row.tokens) for row in rows) == 1
 
 
 def test_branches_share_what_came_before_and_train_it_once():
@@ -172,9 +172,9 @@ def test_a_second_conversation_is_a_row_with_a_label():
 
     one = play(program, "five", "good", "yes")
     rows = check(one, 2)
-    assert [sum(row.turn_rewards) for row in rows] == [0.5, 1.0]
+    assert [sum(row.turn_rewards) for row in rows] == [1.0, 0.5]  # the main conversation stands first
     assert [turn.label for turn in one.tree.turns] == ["", "critic", ""]
-    assert rows[0].tokens[-len(encode("good")) - 1 :] == [*encode("good"), END]
+    assert rows[1].tokens[-len(encode("good")) - 1 :] == [*encode("good"), END]
 
 
 def test_all_conversations_share_the_tokens_of_the_episode():

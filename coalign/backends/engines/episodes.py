@@ -84,7 +84,7 @@ class EpisodeBatch(GenerationTask):
         if self.runner.reads_images:
             out = out.with_(images=[tuple(row.images) for row in rows])
         if engine.experts is not None:
-            experts = [row.experts for row in rows]
+            experts = [row.leaf and row.leaf.experts for row in rows]
             out = out.with_(routed_experts=stack_experts(experts, out.lengths.tolist(), engine.experts))
         return out, {**_merge_episode_stats(calls), **prefill}
 

@@ -58,7 +58,7 @@ class RewardModule(Module):
             log.warning(f"reward function '{name}' failed on {count} samples in all")
 
     def forward_step(self, batch: Batch) -> dict[str, Any]:
-        """Score the finished samples of ``batch`` with every function.
+        """Score the finished samples of ``batch`` with every function; an episode by its first row.
 
         Returns columns ``reward/<function>`` f32[N], NaN where the function failed for good, is not for the sample's
         source, or the sample is unfinished, and ``reward/<function>/failure``, a string for each row that says what
@@ -68,8 +68,12 @@ class RewardModule(Module):
         failed.
         """
         assert self.caller is not None
+        everything, batch = batch, batch.first_branches()
         rows = is_finished(cast(Tensor, batch["status"]))
         samples = read_samples(batch.select(rows), self.tokenizer)
+        if everything.episode is not None and "turn_rewards" in batch:  # those of all its rows
+            for sample, episode in zip(samples, everything.as_episodes().select(rows).rows(), strict=True):
+                sample.turn_rewards = episode["turn_rewards"]
         outcomes = self.caller.score(self.functions, samples)
         columns: dict[str, Any] = {}
         for function, scored in zip(self.functions, outcomes, strict=True):
@@ -83,7 +87,7 @@ class RewardModule(Module):
             self._report(function, [*filter(function.is_for, samples)], scored)
         failures, self.caller.service_failures = self.caller.service_failures, Counter()
         waits = {f"reward/{name}/service_failures": Total(float(count)) for name, count in failures.items() if count}
-        return {**columns, **_stats(self.functions, outcomes), **waits}
+        return {**everything.spread(columns), **_stats(self.functions, outcomes), **waits}
 
     def _report(self, function: RewardFunction, samples: Sequence[Sample], scored: Sequence[RewardOutcome]) -> None:
         """Log a function's first failure, with its traceback. Later ones are counted."""

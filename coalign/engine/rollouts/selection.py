@@ -85,6 +85,7 @@ class Curriculum:
 
 def pass_rates(batch: Batch, *, solved: float) -> Batch:
     """Return a row per group: ``key`` of its prompt, ``share`` f64 of its samples with reward >= ``solved``."""
+    batch = batch.as_episodes()
     groups, member = torch.unique(batch["group"], return_inverse=True)
     count = torch.bincount(member, minlength=len(groups))
     right: Tensor = torch.bincount(member, weights=(batch["reward"] >= solved).double(), minlength=len(groups))
@@ -116,10 +117,12 @@ def filter_groups(
     """
     if not len(batch):
         return batch, {}
-    kept = keep(*bind_columns(keep, batch), **arguments)
-    if not isinstance(kept, Tensor) or kept.dtype != torch.bool or kept.shape != (len(batch),):
+    samples = batch.as_episodes()
+    kept = keep(*bind_columns(keep, samples), **arguments)
+    if not isinstance(kept, Tensor) or kept.dtype != torch.bool or kept.shape != (len(samples),):
         returned = f"{kept.dtype} {list(kept.shape)}" if isinstance(kept, Tensor) else type(kept).__name__
-        raise ValueError(f"filter `{name_of(keep)}` returned {returned}; expected torch.bool [{len(batch)}]")
+        raise ValueError(f"filter `{name_of(keep)}` returned {returned}; expected torch.bool [{len(samples)}]")
+    kept = kept if batch.episode is None else kept[batch.episode]
     groups, member = torch.unique(batch["group"], return_inverse=True)
     passed = torch.ones(len(groups), dtype=torch.bool)
     passed[member[~kept]] = False
@@ -168,6 +171,7 @@ class _ResponseLengths:
 
 def response_lengths(batch: Batch) -> Batch:
     """Return a row without tokens for each group: ``key`` of its prompt, ``length`` f64, the mean of its responses."""
+    batch = batch.as_episodes()
     groups, member = torch.unique(batch["group"], return_inverse=True)
     chosen = torch.bincount(member[batch.segment[batch["loss_mask"]]], minlength=len(groups))
     length = chosen.double() / torch.bincount(member, minlength=len(groups))

@@ -1,8 +1,7 @@
 """An episode behind the interface of OpenAI's chat completions, and the environment for agents that use it.
 
-The client holds the episode, not the messages. Only the new messages of a request are rendered and appended; the
-policy's earlier turns keep the tokens that were sampled. The same interface is served over HTTP on this machine, for
-one episode.
+An agent may ask whatever it likes (coalign.environments.tree): the policy's earlier turns keep the tokens that were
+sampled. The same interface is served over HTTP on this machine, for one episode.
 """
 
 from __future__ import annotations
@@ -29,24 +28,17 @@ from coalign_serve.serving.completion_records import (
     TokenUsage,
     describe_error,
     find_finish_reason,
-    parse_arguments,
     read_answer,
     read_message,
 )
 
 
-class _HistoryRewritten(ValueError):
-    """The messages do not continue the conversation that the episode holds."""
-
-
 class _ChatCompletions:
-    """Answers requests that each repeat the conversation so far. ``parser``: the format of the model's tool calls."""
+    """Answers requests for completions, whatever they repeat. ``parser``: the format of the model's tool calls."""
 
     def __init__(self, episode: Episode, parser: Parser) -> None:
         self.episode = episode
         self.parser = parser
-        self._history: list[tuple[Any, ...]] = []
-        self._tools: Any = None
 
     async def create(
         self,
@@ -61,69 +53,42 @@ class _ChatCompletions:
         stream: bool = False,
         **sampling: Any,
     ) -> ChatCompletion:
-        """Return the policy's answer to ``messages``, which begin with the conversation so far, its own turns included.
+        """Return ``n`` answers of the policy to ``messages``.
 
-        The run decides how tokens are sampled: ``temperature``, ``top_p``, ``seed`` and the like have no effect. Raises
-        _HistoryRewritten if the messages do not continue the conversation, ValueError for n > 1 and for streams.
+        Messages that repeat an earlier answer go on behind its tokens. Others begin another row of the episode: a
+        summary of the history, a sub-agent, other tools. The run decides how tokens are sampled: ``temperature``,
+        ``top_p``, ``seed`` and the like have no effect. ValueError for streams.
         """
-        if n != 1 or stream:
-            raise ValueError("a training episode gives one answer at a time (n=1), whole (stream=False)")
+        if stream:
+            raise ValueError("a training episode gives whole answers (stream=False)")
         sent = [read_message(message) for message in messages]
-        self._append_new(sent, [dict(tool) for tool in tools] if tools else None)
-        limit = max_completion_tokens or max_tokens
-        start = len(self.episode.log.tokens)
-        turn = await self.episode.generate(max_new_tokens=limit, stop=stop)
-        answer = self._to_message(turn)
-        message = answer.model_dump(exclude_none=True)
-        self.episode.messages[-1:] = parse_messages([message], "messages")
-        self._history = [*map(_comparison_key, sent), _comparison_key(message)]
-        total = len(self.episode.log.tokens)
+        shown = [dict(tool) for tool in tools] if tools else None
+        options: dict[str, Any] = {
+            "max_new_tokens": max_completion_tokens or max_tokens,
+            "stop": (stop,) if isinstance(stop, str) else stop,
+        }
+        turns = await asyncio.gather(*(self.episode.ask(sent, shown, **options) for _ in range(n)))
+        answers = [self._to_message(turn, sent, shown) for turn in turns]
+        sampled = sum(len(turn.tokens) for turn in turns)
+        read = len(turns[0].path_tokens) - len(turns[0].tokens)
         return ChatCompletion(
-            id=f"{self.episode.group}-{self.episode.index}-{start}",
+            id=f"{self.episode.group}-{self.episode.index}-{len(self.episode.tree.turns)}",
             model=model,
-            choices=[ChatChoice(message=answer, finish_reason=find_finish_reason(turn.status, answer))],
-            usage=TokenUsage(
-                prompt_tokens=total - len(turn.tokens), completion_tokens=len(turn.tokens), total_tokens=total
-            ),
+            choices=[
+                ChatChoice(index=i, message=answer, finish_reason=find_finish_reason(turn.status, answer))
+                for i, (turn, answer) in enumerate(zip(turns, answers, strict=True))
+            ],
+            usage=TokenUsage(prompt_tokens=read, completion_tokens=sampled, total_tokens=read + sampled),
         )
 
-    def _to_message(self, turn: Turn) -> ChatMessage:
+    def _to_message(self, turn: Turn, sent: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> ChatMessage:
         """Convert a turn to a message. If a tool call cannot be read, the turn stays text; the failure is counted."""
-        message, unreadable = read_answer(turn, self.parser, f"call_{len(self.episode.log.tokens)}")
+        message, unreadable = read_answer(turn, self.parser, f"call_{turn.number}")
         if unreadable:
             self.episode.count("tool_failed/bad_json", unreadable)
+        conversation = parse_messages([*sent, message.model_dump(exclude_none=True)], "messages")
+        self.episode.tree.remember(turn, tools, conversation)
         return message
-
-    def _append_new(self, sent: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> None:
-        if not self._history:
-            self._tools = tools
-            self.episode.begin(sent, tools=tools)
-            return
-        earlier = len(self._history)
-        for i, (then, now) in enumerate(zip(self._history, map(_comparison_key, sent), strict=False)):
-            if then != now:
-                raise _HistoryRewritten(
-                    f"message {i} is not what it was: {now[:2]} instead of {then[:2]}. Tokens that were sampled "
-                    "cannot be changed: send the whole conversation and append to it"
-                )
-        new = sent[earlier:]
-        if not new or any(message["role"] == "assistant" for message in new):
-            what = "an answer that the policy did not give" if new else "no new message"
-            raise _HistoryRewritten(
-                f"after {earlier} messages there is {what}; an episode has one answer at each point"
-            )
-        if tools != self._tools:
-            raise _HistoryRewritten("the tools are not those of the first call; they are part of the prompt")
-        self.episode.say(*new)
-
-
-def _comparison_key(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    calls = [
-        (call["function"]["name"], parse_arguments(call["function"]["arguments"]))
-        for call in message.get("tool_calls") or []
-    ]
-    content = message.get("content") or ""
-    return message["role"], content.strip() if isinstance(content, str) else json.dumps(content, sort_keys=True), calls
 
 
 _MAX_REQUEST_BYTES = 64 * 2**20
@@ -167,9 +132,8 @@ async def agent(
 
     ``run`` is the dotted path of a plain or async function. ``client.chat.completions.create(messages=…, tools=…)``
     answers like OpenAI's client (to be awaited in an async function). With ``serve_http`` the function gets the address
-    of an HTTP endpoint instead, for its own clients (``base_url``) or for other programs. Every request must continue
-    the conversation: see coalign_serve.serving.agent. A number that the function returns is the reward. ``parser`` is
-    the format of the model's tool calls.
+    of an HTTP endpoint instead, for its own clients (``base_url``) or for other programs. A number that the function
+    returns is the reward. ``parser`` is the format of the model's tool calls.
     """
     fn = resolve(run, "coalign_serve.serving.agent")
     settings = bind(fn, arguments, "rollout.arguments")
