@@ -42,7 +42,7 @@ class Turn:
     images: tuple[ImageSpan, ...] = ()
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    experts: Tensor | None = None  # of the whole path; see coalign.types.Response
+    experts: Tensor | None = None  # those that computed the whole path; see coalign.types.Response
     stream: int = 0  # number of its stream of random numbers within the episode
     state: int = 0  # the state in which it begins, as a number other than 0
     label: str = ""

@@ -48,5 +48,10 @@ class OnlineDPO(Online):
 
 
 def compared(batch: Batch) -> Batch:
-    """Select the responses that have a preference."""
+    """Select the responses that have a preference. ValueError for episodes of several rows, which are no responses."""
+    if batch.episode is not None:
+        raise ValueError(
+            "`online_dpo` compares responses, and here are episodes of several rows (episode/rows): use an algorithm "
+            "with advantages (grpo, rloo, ppo), or an environment that keeps its history (data.reasoning: keep)"
+        )
     return batch.select(~batch["preference"].isnan())

@@ -18,26 +18,26 @@ from tests.architecture.test_imports import COMPANION_FILES, FILES, PACKAGE, nam
 
 # Lines that a room may have. A change that needs more moves or removes something, or raises the budget and says why.
 BUDGETS = {
-    "algorithms": 2_515,
-    "backends": 9_985,
+    "algorithms": 2_540,
+    "backends": 9_990,
     "checkpoint": 1_260,
     "cli": 495,
     "cluster": 6_640,
     "config": 3_375,
-    "data": 5_870,
-    "engine": 5_015,
-    "environments": 1_655,
+    "data": 5_915,
+    "engine": 5_045,
+    "environments": 1_935,
     "launch": 1_630,
     "processes": 845,
-    "recipes": 1_015,
+    "recipes": 1_020,
     "report": 1_370,
     "resilience": 110,
     "rewards": 905,
     "run_files": 690,
     "weights": 2_040,
-    "": 2_845,  # modules beside the rooms
+    "": 2_850,  # modules beside the rooms
 }
-CORE_FILES, CORE_LINES = 290, 48_180
+CORE_FILES, CORE_LINES = 290, 48_570
 # Words that stand for a noun in a name: `found` for the nodes that were found.
 FILLERS = {
     *("found", "part", "parts", "each", "own", "kind", "kinds", "place", "places", "whole", "late", "begun", "most"),

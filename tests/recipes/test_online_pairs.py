@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from coalign.backends.base import TrainableModule
+from coalign.data.batch import Batch
 from coalign.engine.hooks.guards import UNHEALTHY
+from coalign.recipes.online_dpo import compared
 from tests.runs import metrics, run, run_to_end, settings, trace_calls, weights_hash
+
+MEMBERS = {"group": torch.zeros(2, dtype=torch.int64), "index": torch.zeros(2, dtype=torch.int32)}
 
 
 def configuration(directory, **runtime):
@@ -22,6 +27,13 @@ def test_the_reference_scores_what_is_compared(tmp_path):
     assert "preference" in calls["trainer.train_step"].reads["compared"]
     for line in run_to_end(config):
         assert line["tokens/generated"] > 2 * line["tokens/trained"] > 0  # two of four, and ties drop out
+
+
+def test_episodes_of_several_rows_are_no_responses():
+    batch = Batch(torch.ones(2), {}, {"branch": torch.tensor([0, 1]), "preference": torch.ones(2)} | MEMBERS)
+    with pytest.raises(ValueError, match=r"compares responses, .* several rows .*grpo"):
+        compared(batch)
+    assert len(compared(batch.with_(branch=torch.zeros(2, dtype=torch.int32)))) == 2
 
 
 @pytest.mark.parametrize("updates", [pytest.param(1, marks=pytest.mark.slow), 2])

@@ -50,7 +50,7 @@ def chat(settings: ChatSettings, lines: Iterable[str], display: Display) -> None
 
     Raises ValueError for a directory that is no model, and for a tokenizer without a chat template.
     """
-    conversation = Conversation(settings)
+    conversation = ChatSession(settings)
     display.note(f"{settings.model}, {conversation.dtype}   {HELP}{IMAGES if settings.images else ''}")
     for line in lines:
         text = line.strip()
@@ -68,7 +68,7 @@ def chat(settings: ChatSettings, lines: Iterable[str], display: Display) -> None
             display.note(f"error: {problem}")
 
 
-def run_command(conversation: Conversation, text: str) -> str:
+def run_command(conversation: ChatSession, text: str) -> str:
     """Run a line that begins with a slash; return the reply."""
     name, _, argument = text.partition(" ")
     if name == "/reset":
@@ -84,7 +84,7 @@ def run_command(conversation: Conversation, text: str) -> str:
     return f"{text}: no such command. {HELP}"
 
 
-class Conversation:
+class ChatSession:
     """The messages so far, and the model that answers."""
 
     def __init__(self, settings: ChatSettings) -> None:

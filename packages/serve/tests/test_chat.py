@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from coalign.cli import app
 from coalign.config.schema import SamplingConfig
 from coalign.report.display import Display
-from coalign_serve.chat import ChatSettings, Conversation, chat
+from coalign_serve.chat import ChatSession, ChatSettings, chat
 from tests.runs import ROOT
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 
@@ -33,7 +33,7 @@ def shown():
 
 def test_the_pieces_are_the_answer(model):
     pieces = []
-    conversation = Conversation(settings(model))
+    conversation = ChatSession(settings(model))
     answer = conversation.answer("hello", pieces.append)
     assert "".join(pieces) == answer and len(pieces) > 2
     assert [message["content"] for message in conversation.messages] == ["hello", answer]
@@ -41,7 +41,7 @@ def test_the_pieces_are_the_answer(model):
 
 def test_arguments_of_the_template_reach_the_model(model):
     thinking = {"chat_template": "qwen3-training", "chat_template_kwargs": {"enable_thinking": False}}
-    conversation = Conversation(settings(model, **thinking))
+    conversation = ChatSession(settings(model, **thinking))
     prompt = conversation._prompt([{"role": "user", "content": "hello"}])["tokens"]
     assert conversation._module.tokenizer.decode(prompt).endswith("assistant\n<think>\n\n</think>\n\n")
     options = ["chat", str(model), "--chat-template", "qwen3-training", "--chat-template-kwargs"]
@@ -53,7 +53,7 @@ def test_arguments_of_the_template_reach_the_model(model):
 
 
 def test_the_model_reads_what_was_said_before(model, monkeypatch):
-    conversation, asked = Conversation(settings(model, system="Be brief.")), []
+    conversation, asked = ChatSession(settings(model, system="Be brief.")), []
     module, generate = conversation._module, conversation._module.generate
     monkeypatch.setattr(module, "generate", lambda p, **k: (asked.append(p["tokens"].tolist()), generate(p, **k))[1])
     tokenizer = module.tokenizer
@@ -71,7 +71,7 @@ def test_the_model_reads_what_was_said_before(model, monkeypatch):
 
 def test_equal_questions_get_other_random_numbers_and_equal_seeds_the_same(model):
     def answers(seed):
-        conversation = Conversation(settings(model, seed=seed))
+        conversation = ChatSession(settings(model, seed=seed))
         first = conversation.answer("hello", str)
         conversation.reset()
         return first, conversation.answer("hello", str)
@@ -81,7 +81,7 @@ def test_equal_questions_get_other_random_numbers_and_equal_seeds_the_same(model
 
 
 def test_ctrl_c_ends_the_answer_and_not_the_chat(model):
-    conversation, whole = Conversation(settings(model)), Conversation(settings(model))
+    conversation, whole = ChatSession(settings(model)), ChatSession(settings(model))
     expected, pieces = whole.answer("hello", str), []
 
     def interrupt(piece):
@@ -119,12 +119,12 @@ def test_what_fails_does_not_end_the_chat(model, tmp_path, monkeypatch, line, sa
 
 def test_what_is_wrong_is_said(model, tmp_path):
     with pytest.raises(ValueError, match="is not a Hugging Face model directory"):
-        Conversation(settings(tmp_path))
+        ChatSession(settings(tmp_path))
     tiny_model_dir(tmp_path / "plain")
     tiny_tokenizer(tmp_path / "plain", chat_template=None)
     (tmp_path / "plain" / "chat_template.jinja").unlink(missing_ok=True)
     with pytest.raises(ValueError, match="has no chat template"):
-        Conversation(settings(tmp_path / "plain"))
+        ChatSession(settings(tmp_path / "plain"))
 
 
 def test_a_pipe(model):
@@ -132,7 +132,7 @@ def test_a_pipe(model):
     result = CliRunner().invoke(app, options, input="hello\n/quit\n")
     assert result.exit_code == 0
     greedy = settings(model, system="Be brief.", sampling=SamplingConfig(max_new_tokens=4, temperature=0.0))
-    assert Conversation(greedy).answer("hello", str).strip() in result.stdout
+    assert ChatSession(greedy).answer("hello", str).strip() in result.stdout
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from coalign.data.sources import BadRow
 from coalign.http_server import HttpRefusal
 from coalign.report.display import Display
 from coalign.roles import Context
-from coalign_serve.chat import ChatSettings, Conversation, chat
+from coalign_serve.chat import ChatSession, ChatSettings, chat
 from coalign_serve.config.serving import CompletionServerConfig, ServeConfig
 from coalign_serve.config.stages import ScoreConfig
 from coalign_serve.judges import open_judge
@@ -94,7 +94,7 @@ def test_chat_shows_images_with_the_next_message(folder):
     notes = display.err.export_text() if display.err is not None else ""
     assert "0.png: 24 x 16 pixels, with the next message" in notes and "1.png: 24 x 16" in notes
     assert "error: the image nothing.png does not exist" in notes
-    conversation = Conversation(settings)
+    conversation = ChatSession(settings)
     conversation.show(str(folder / "0.png"))
     conversation.answer("What?", str)
     conversation.answer("Well?", str)
@@ -104,7 +104,7 @@ def test_chat_shows_images_with_the_next_message(folder):
         {"type": "text", "text": "What?"},
     ] and third == {"role": "user", "content": "Well?"}
     assert len(conversation._prompt(conversation.messages)["images"][0]) == 1
-    blind = Conversation(ChatSettings(folder / "model", SamplingConfig(max_new_tokens=4)))
+    blind = ChatSession(ChatSettings(folder / "model", SamplingConfig(max_new_tokens=4)))
     with pytest.raises(ValueError, match=r"loaded to read text alone; start with `coalign chat MODEL --images`"):
         blind.show(str(folder / "0.png"))
 
