@@ -18,7 +18,7 @@ from coalign.backends.packing import pack
 from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
-from coalign_serve.chat import ChatSettings, Conversation
+from coalign_serve.chat import ChatSettings, ChatSession
 from coalign_vllm.module import VLLMModule
 from tests.backends.batches import prompts
 from tests.runs import run
@@ -167,7 +167,7 @@ def test_a_run_and_what_its_model_says(path, tmp_path, monkeypatch):
 
 
 def test_chat_says_tokens_alone(path, monkeypatch):
-    conversation = Conversation(ChatSettings(path, SamplingConfig(max_new_tokens=12)))
+    conversation = ChatSession(ChatSettings(path, SamplingConfig(max_new_tokens=12)))
     said, answer = [], conversation._module.generate
     monkeypatch.setattr(conversation._module, "generate", lambda *a, **o: said.append(answer(*a, **o)))
     conversation.answer("Hi", lambda text: None)

@@ -11,7 +11,7 @@ from coalign.config.schema import DataConfig, ModelConfig, SamplingConfig
 from coalign.data.templates import TRAINING_TEMPLATES, load_template, store_arguments
 from coalign.report.display import Display
 from coalign.roles import Context
-from coalign_serve.chat import ChatSettings, Conversation
+from coalign_serve.chat import ChatSettings, ChatSession
 from coalign_serve.config.serving import CompletionServerConfig
 from coalign_serve.config.stages import GenerateConfig, JudgeConfig
 from coalign_serve.generate import generate
@@ -67,7 +67,7 @@ def read_prompt(model, chat_template=None, arguments=None):
     settings = ChatSettings(model, SamplingConfig(max_new_tokens=1), chat_template=chat_template)
     config = {"model": str(model), "chat_template": chat_template, "chat_template_kwargs": arguments or {}}
     server = load_text_tools(CompletionServerConfig(**config | {"model": find_model(str(model))})).template
-    tokens = Conversation(settings)._template.prompt(ASKED)
+    tokens = ChatSession(settings)._template.prompt(ASKED)
     assert server.prompt(ASKED) == tokens
     rows = []
     prompts = model / "prompts.jsonl"
