@@ -168,6 +168,7 @@ class Sample:
     messages: list[dict[str, Any]] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)
     images: tuple[ImageSpan, ...] = ()
+    branch: int = 0  # which row of an episode
 
 
 @dataclass(frozen=True, slots=True)

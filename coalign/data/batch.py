@@ -346,6 +346,7 @@ class Batch:
                     messages=row.get("messages") or [],
                     meta=row.get("rows") or {},
                     images=row.get("images") or (),
+                    branch=int(row.get("branch", 0)),
                 )
             )
         return out

@@ -25,7 +25,7 @@ BUDGETS = {
     "cluster": 6_640,
     "config": 3_375,
     "data": 5_915,
-    "engine": 5_045,
+    "engine": 5_050,
     "environments": 1_935,
     "launch": 1_630,
     "processes": 845,
@@ -37,7 +37,7 @@ BUDGETS = {
     "weights": 2_040,
     "": 2_850,  # modules beside the rooms
 }
-CORE_FILES, CORE_LINES = 290, 48_570
+CORE_FILES, CORE_LINES = 290, 48_580
 # Words that stand for a noun in a name: `found` for the nodes that were found.
 FILLERS = {
     *("found", "part", "parts", "each", "own", "kind", "kinds", "place", "places", "whole", "late", "begun", "most"),

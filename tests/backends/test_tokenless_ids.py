@@ -18,7 +18,7 @@ from coalign.backends.packing import pack
 from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
-from coalign_serve.chat import ChatSettings, ChatSession
+from coalign_serve.chat import ChatSession, ChatSettings
 from coalign_vllm.module import VLLMModule
 from tests.backends.batches import prompts
 from tests.runs import run

@@ -21,6 +21,7 @@ from coalign.environments.tools import _Toolbox
 from coalign.rewards import episode as episode_reward
 from coalign.roles import Context
 from coalign.types import Status, Total
+from tests.conformance.reference import logprobs
 from tests.environments.helpers import TOOLS_CHATML
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 
@@ -110,6 +111,45 @@ def _find(tokens: list[int], part: list[int], since: int) -> int | None:
     found = (i for i in range(since, len(tokens) - len(part) + 1) if tokens[i : i + len(part)] == part)
     first = next(found, None)
     return None if first is None else first + len(part)
+
+
+async def rewrites(episode):
+    """A program that goes on with its history, edits it, takes turns back, summarises it, and asks side by side."""
+    rng = episode.random
+    histories = [[{"role": "user", "content": "start"}]]
+
+    async def ask(history):
+        turn = await episode.ask(history, max_new_tokens=5, trained=rng.random() < 0.9)
+        answered = [*history, {"role": "assistant", "content": turn.text}]
+        episode.tree.remember(turn, None, episode.rendering.read_messages(answered))
+        return answered
+
+    for step in range(rng.randrange(2, 7)):
+        history, more = rng.choice(histories), {"role": "user", "content": f"more {step}"}
+        for answered in await asyncio.gather(*(ask(history) for _ in range(1 + (rng.random() < 0.2)))):
+            histories.append([*answered, more])
+        edit = rng.random()
+        if edit < 0.15:
+            histories.append([{"role": "user", "content": f"so far {step}"}, more])
+        elif edit < 0.3:
+            histories.append([*history, {"role": "assistant", "content": f"edited {step}"}, more])
+        elif edit < 0.4:
+            histories.append(history[:-2] or history)
+
+
+@pytest.mark.parametrize("count", [8, pytest.param(2_500, marks=pytest.mark.slow)])
+def test_rows_of_rewritten_histories_are_what_one_forward_computes(directory, count):
+    """Each sampled token stands behind exactly the tokens that it was sampled behind, with its log-prob there."""
+    policy = module(directory, "rewrites", samples=4, tokens=400)
+    played = [policy.generate(prompts(directory, size)) for size in [min(count, 100)] * (count // min(count, 100))]
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    for out, stats in played:
+        rows = out["branch"] == 0
+        assert int(rows.sum()) == 4 * min(count, 100) and len(out) == round(stats["episode/rows"].sum)
+        assert len(out) > 1.2 * int(rows.sum())
+        with torch.no_grad():
+            expected = logprobs(model, out)
+        torch.testing.assert_close(out["rollout_logprobs"][out["loss_mask"]], expected, rtol=0, atol=1e-4)
 
 
 async def chats(episode, *, turns: int = 3, delay: float = 0.0):

@@ -67,6 +67,8 @@ def test_grpo_learns_from_episodes_of_several_rows(tmp_path, aggregation):
     for line in metrics(config):
         assert line["samples/count"] == 16 and line["episode/rows"] == 2.5  # four rows, or one
         assert line["loss/mismatch_max"] < 1e-4
+    shown = samples(config)
+    assert {sample.get("branch", 0) for sample in shown} == {0, 1, 2, 3}
     assert weights_hash(run_in_two_parts(config, 1), 3) == weights_hash(config, 3)
 
 

@@ -93,6 +93,7 @@ class MetricsRecorder(Hook):
                     "phase": phase,
                     "group": sample.group,
                     "index": sample.index,
+                    **({"branch": sample.branch} if sample.branch else {}),
                     "prompt": sample.prompt,
                     "response": sample.response,
                     "reward": sample.reward,
