@@ -11,7 +11,7 @@ from coalign.config.schema import DataConfig, ModelConfig, SamplingConfig
 from coalign.data.templates import TRAINING_TEMPLATES, load_template, store_arguments
 from coalign.report.display import Display
 from coalign.roles import Context
-from coalign_serve.chat import ChatSettings, ChatSession
+from coalign_serve.chat import ChatSession, ChatSettings
 from coalign_serve.config.serving import CompletionServerConfig
 from coalign_serve.config.stages import GenerateConfig, JudgeConfig
 from coalign_serve.generate import generate
