@@ -287,7 +287,8 @@ class Episode(Conversation):
         self._prompt, self._prompt_images = list(prompt), tuple(images)
         self._left = max_new_tokens
         self._policy = policy
-        self._over = self._is_full = False
+        self._empty_turns = 0
+        self._over = False
 
     # ---- for environments --------------------------------------------------------------------------------------------
 
@@ -317,7 +318,7 @@ class Episode(Conversation):
         `generate` raises.
         """
         self.check_open()
-        if self._is_full:
+        if self._empty_turns > (self._left > 0):  # a conversation may be full while others have room
             raise OutOfTokens(f"group {self.group}, index {self.index} has used all its tokens")
         sent = self.rendering.read_messages(messages)
         parent, known = self.tree.find(tools, sent)
@@ -382,7 +383,8 @@ class Episode(Conversation):
             if not self.tree.turns:
                 raise ValueError(f"the prompt has {len(added)} tokens, and {capacity} fit")
             self.counts["out_of_room"] += budget > 0
-            self.status, self._is_full = Status.TRUNCATED, True
+            self.status = Status.TRUNCATED
+            self._empty_turns += 1
             return Turn("", "", [], Status.TRUNCATED, len(self.tree.turns), parent)
         stream = self._choose_stream(parent, added)
         path = parent.path if parent else []

@@ -187,6 +187,20 @@ def test_all_conversations_share_the_tokens_of_the_episode():
     assert one.status == Status.TRUNCATED
 
 
+def test_a_conversation_without_room_does_not_end_the_others():
+    async def program(one):
+        first = await ask(one, ASKED)
+        assert not (await one.ask([user("b " * 200)])).tokens
+        await ask(one, [*ASKED, first, user("c")])
+        assert not (await one.ask([user("d " * 200)])).tokens
+        await one.ask(ASKED)
+
+    one = episode("x", "y", policy=Script(["x", "y"], capacity=120))
+    running = played(program, one)
+    check(running, 1)
+    assert [turn.text for turn in one.tree.turns] == ["x", "y"] and one.counts["out_of_room"] == 2
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_random_histories_train_each_token_once_where_it_was_sampled(seed):
     rng, words = random.Random(seed), count()
