@@ -206,6 +206,8 @@ class Conversation:
             turn.parent = self._last
         self._last, self._new_messages, self._new_tokens, self._anchor = turn, [], [], None
         self.messages.append({"role": "assistant", "content": turn.text})
+        if self is episode:
+            self.episode.status = turn.status
         return turn
 
     def reward(self, value: float) -> None:
@@ -383,7 +385,6 @@ class Episode(Conversation):
             if not self.tree.turns:
                 raise ValueError(f"the prompt has {len(added)} tokens, and {capacity} fit")
             self.counts["out_of_room"] += budget > 0
-            self.status = Status.TRUNCATED
             self._empty_turns += 1
             return Turn("", "", [], Status.TRUNCATED, len(self.tree.turns), parent)
         stream = self._choose_stream(parent, added)
@@ -427,7 +428,6 @@ class Episode(Conversation):
         self._left -= len(tokens)
         self.counts["turns"] += 1
         self.counts["out_of_room"] += turn.status == Status.TRUNCATED and len(tokens) == left < budget
-        self.status = turn.status
         return turn
 
     def check_open(self) -> None:
@@ -449,7 +449,7 @@ class Episode(Conversation):
     # ---- for the runner ----------------------------------------------------------------------------------------------
 
     def close(self, status: Status | None = None) -> None:
-        """End the episode, with ``status`` in place of the last turn's if given.
+        """End the episode, with ``status`` in place of that of the main conversation's last turn if given.
 
         An episode without a turn is dropped like a failed one (status ERROR) and counted in `episode/empty`.
         """
@@ -457,7 +457,6 @@ class Episode(Conversation):
             return
         self._over = True
         self._policy.forget(self.group, self.index)
-        self.status = self.status if status is None else status
         self.rows = self.tree.rows()
         if not self.rows:
             prompt = Turn("", "", [], Status.ERROR, added=self._prompt or [], images=self._prompt_images)
@@ -468,6 +467,8 @@ class Episode(Conversation):
                 self.counts["empty"] += 1
         elif (leaf := self.rows[0].leaf) is not None and leaf.messages:  # the conversation that a reward reads
             self.messages, self.tools = [*leaf.messages], leaf.tools
+            self.status = Status.TRUNCATED if self._empty_turns else leaf.status
+        self.status = self.status if status is None else status
         self.counts["rows"] += len(self.rows)
 
 

@@ -137,7 +137,7 @@ async def rewrites(episode):
             histories.append(history[:-2] or history)
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(2_500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [8, pytest.param(2_500, marks=[pytest.mark.slow, pytest.mark.timeout(3_000)])])
 def test_rows_of_rewritten_histories_are_what_one_forward_computes(directory, count):
     """Each sampled token stands behind exactly the tokens that it was sampled behind, with its log-prob there."""
     policy = module(directory, "rewrites", samples=4, tokens=400)

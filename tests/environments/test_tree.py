@@ -179,12 +179,23 @@ def test_a_second_conversation_is_a_row_with_a_label():
 
 def test_all_conversations_share_the_tokens_of_the_episode():
     async def program(one):
-        await one.generate()
-        assert not (await one.conversation([user("b")]).generate()).tokens
+        await one.generate(max_new_tokens=7)
+        assert len((await one.conversation([user("b")]).generate()).tokens) == 1
+        assert not (await one.generate()).tokens
 
-    one = play(program, "12345678", "9", max_new_tokens=8)
-    check(one, 1)
+    one = play(program, "123456", "9", max_new_tokens=8)
+    check(one, 2)
     assert one.status == Status.TRUNCATED
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_an_episode_ended_as_its_main_conversation(is_cut):
+    async def program(one):
+        first = await ask(one, ASKED, **({"max_new_tokens": 1} if is_cut else {}))
+        await ask(one, [user("critic")], **({} if is_cut else {"max_new_tokens": 1}))
+        assert first
+
+    assert play(program, "yes", "good").status == (Status.TRUNCATED if is_cut else Status.OK)
 
 
 def test_a_conversation_without_room_does_not_end_the_others():
