@@ -441,10 +441,10 @@ class Episode(Conversation):
         It follows from the tokens, not from the order in which requests arrive, the first one excepted.
         """
         is_first = not self.tree.asked
-        place = self.tree.count_asked(parent, added)
-        if is_first or (parent is not None and place == 0):
+        repetition = self.tree.count_asked(parent, added)
+        if is_first or (parent is not None and repetition == 0):
             return parent.stream if parent else 0
-        return _number_state(json.dumps([parent.stream if parent else None, added, place])) >> 32
+        return _number_state(json.dumps([parent.stream if parent else None, added, repetition])) >> 32
 
     # ---- for the runner ----------------------------------------------------------------------------------------------
 

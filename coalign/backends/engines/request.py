@@ -80,7 +80,7 @@ class Request:
     images: tuple[ImageSpan, ...] = ()
     """Where images stand in the prompt."""
     restarts: int = 0
-    """How often the conversation began anew with another prompt, whose positions get other random numbers."""
+    """Number of the sample's stream of random numbers: 0, and another one for what branches off in its episode."""
     stream: int | None = None
     """Number that chooses the random numbers in place of ``group``: requests of one number sample alike."""
 
