@@ -41,6 +41,7 @@ CHECKS, EXPLAINS, KERNELS = "coalign.checks", "coalign.explains", "coalign.kerne
 GROUPS = (API, COMMANDS, BACKENDS, REWARDS, QUESTIONS, ENVIRONMENTS, FORMATS, CHECKS, EXPLAINS, KERNELS)
 # What the companions of Coalign's repository bring.
 COMPANIONS = {
+    "coalign-agents": {ENVIRONMENTS: ("agent", "game", "self_play", "tool_use")},
     "coalign-board": {COMMANDS: ("board", "watch")},
     "coalign-cpu": {KERNELS: ("layers", "operations")},
     "coalign-deepspeed": {BACKENDS: ("deepspeed",)},
@@ -67,7 +68,6 @@ COMPANIONS = {
         API: ("evaluate", "generate"),
         CHECKS: ("pipeline",),
         COMMANDS: ("chat", "check-sync", "eval", "generate", "merge", "pipeline", "score", "serve", "serve-reward"),
-        ENVIRONMENTS: ("agent",),
     },
     "coalign-vllm": {BACKENDS: ("vllm",)},
 }

@@ -55,7 +55,7 @@ OWN_PARTS = {
     "Rewards and environments": {
         "coalign.services": ("ServiceError",),
         "coalign.environments.episode": ("Episode",),
-        "coalign.environments.games": ("Game",),
+        "coalign_agents.games": ("Game",),
     },
     "Files of a run": {
         "coalign.run_files.records": ("read_records",),

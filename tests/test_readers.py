@@ -32,11 +32,11 @@ from coalign.data.messages import parse_messages, parse_response, parse_tools, p
 from coalign.data.sources import BadRow, open_rows
 from coalign.data.templates import load_template
 from coalign.engine.hooks.guards import _write_dump, read_dump
-from coalign.environments import games, parsers
-from coalign.environments.calculator import evaluate
-from coalign.environments.tools import _Toolbox
 from coalign.files import hash_file, read_model_config
 from coalign.run_files.records import read_records
+from coalign_agents import games
+from coalign_agents.calculator import evaluate
+from coalign_agents.tools import _Toolbox
 from coalign_graders import math_answer
 from coalign_megatron.convert.huggingface import HuggingFaceReader
 from coalign_megatron.convert.sources import find_iteration
@@ -44,6 +44,7 @@ from coalign_megatron.families import find_family
 from coalign_megatron.indexed import IndexedTokens
 from coalign_megatron.indexed_writer import IndexedWriter
 from coalign_megatron.vocab.tokenizer import read_tokens
+from coalign_serve import formats
 from coalign_serve.config.pipeline_file import load_pipeline
 from coalign_serve.config.stages import SelectConfig
 from coalign_serve.resumable import ResumableOutput
@@ -294,7 +295,7 @@ def render(template: str) -> None:
 
 def call_tools(text: str) -> None:
     turn, one = SimpleNamespace(raw=text, text=text), episode("x")
-    for parse in (parsers.hermes, parsers.llama):
+    for parse in (formats.hermes, formats.llama):
         said, calls = parse(turn)
         assert isinstance(said, str)
         for message in asyncio.run(TOOLBOX.answer(one, calls[:3])):

@@ -1,4 +1,4 @@
-"""Environments play the episodes of a rollout: tools, users, games, agents. Start with ``episode.py``.
+"""Environments play the episodes of a rollout. Start with ``episode.py``. Tools, games and agents: coalign-agents.
 
 An environment is a coroutine over one ``episode``, or over all episodes of a ``group``, depending on the name of its
 first parameter. Keyword-only arguments are configuration (see docs/environments.md)::
@@ -17,18 +17,11 @@ first parameter. Keyword-only arguments are configuration (see docs/environments
 from importlib import import_module
 from typing import Any
 
-_HOMES = {
-    "game": "games",
-    "self_play": "games",
-    "simulated_user": "conversation",
-    "single_turn": "conversation",
-    "tool_use": "tools",
-}
-__all__ = [*_HOMES]
+__all__ = ["simulated_user", "single_turn"]
 
 
 def __getattr__(name: str) -> Any:
     """Import an environment when a run names it."""
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'coalign.environments' has no attribute '{name}'")
-    return getattr(import_module(f"coalign.environments.{_HOMES[name]}"), name)
+    return getattr(import_module("coalign.environments.conversation"), name)

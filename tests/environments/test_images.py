@@ -16,8 +16,8 @@ from coalign.config.schema import ImagesConfig, ModelConfig
 from coalign.data.images.image_files import write_data_url
 from coalign.environments.episode import Episode
 from coalign.environments.loop import EnvironmentFunction
-from coalign.environments.tools import ToolRequest, _Toolbox
 from coalign.roles import Context
+from coalign_agents.tools import ToolRequest, _Toolbox
 from tests.backends.test_images import build_trainer, load_prompts
 from tests.vision import picture, vision_model_dir
 
@@ -80,7 +80,7 @@ class Counted:
 
 
 def test_a_tool_may_return_images_among_texts(tmp_path):
-    box = _Toolbox.build(["tests.environments.simple_tools:draw"], timeout=30.0, max_chars=11)
+    box = _Toolbox.build(["packages.agents.tests.simple_tools:draw"], timeout=30.0, max_chars=11)
     call = ToolRequest("draw", {"path": str(tmp_path / "a.png"), "size": 20})
     [message] = asyncio.run(box.answer(Counted(), [call]))  # pyright: ignore[reportArgumentType]
     assert json.loads(json.dumps(message["content"])) == [

@@ -16,11 +16,11 @@ from coalign.config.schema import ModelConfig, RolloutConfig
 from coalign.data.batch import Batch
 from coalign.data.templates import load_template, read_samples
 from coalign.environments.conversation import find_environment
-from coalign.environments.parsers import ToolRequest
-from coalign.environments.tools import _Toolbox
 from coalign.rewards import episode as episode_reward
 from coalign.roles import Context
 from coalign.types import Status, Total
+from coalign_agents.tools import _Toolbox
+from coalign_serve.formats import ToolRequest
 from tests.conformance.reference import logprobs
 from tests.environments.helpers import TOOLS_CHATML
 from tests.tiny import tiny_model_dir, tiny_tokenizer

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from coalign.environments.episode import Turn
-from coalign.environments.parsers import ToolRequest
+from coalign_serve.formats import ToolRequest
 from tests.engine.test_processes import finish, wait_for_step
 from tests.environments.helpers import TOOLS_CHATML
 from tests.runs import ROOT, command, metrics, run, run_in_two_parts, samples, settings, weights_hash

@@ -101,8 +101,8 @@ REFUSED = {
         (GAME, f"runtime.eval_samples is 1: {PAIRS} of a prompt; make it even"),
         ([*GAME, WARM, "runtime.eval_samples=3"], "runtime.eval_samples is 3"),
         ("rollout={fn: game, settings: {stick: 5}}", r"settings.stick: unknown argument of Nim; did you mean 'sticks'"),
-        ("rollout={fn: self_play, rules: Nym}", r"'Nym' is not in coalign.environments.games; did you mean 'Nim'"),
-        ("rollout={fn: game, opponent: random}", r"'random' is not in coalign.environments.games"),
+        ("rollout={fn: self_play, rules: Nym}", r"'Nym' is not in coalign_agents.games; did you mean 'Nim'"),
+        ("rollout={fn: game, opponent: random}", r"'random' is not in coalign_agents.games"),
         (
             ["rollout={fn: self_play, rules: GuessTheNumber}", WARM, "runtime.eval_samples=2"],
             r"rollout.rules: `GuessTheNumber` is a game for 1 player.*use `game`",

@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict
 
 from coalign.data.messages import join_parts
 from coalign.environments.episode import Turn
-from coalign.environments.parsers import ToolRequest
 from coalign.types import Status
+from coalign_serve.formats import ToolRequest
 
 Parser = Callable[[Turn], tuple[str, list[ToolRequest]]]
 FinishReason = Literal["stop", "length", "tool_calls"]

@@ -75,7 +75,7 @@ def load_text_tools(config: CompletionServerConfig) -> TextTools:
     """Load tokenizer, template and parser. Raises ValueError for a template or a parser that cannot be used."""
     model = build_model_config(config)
     tokenizer, placeholders = pretrained.read_tokenizer(model), pretrained.read_placeholders(model, config.images)
-    parser = resolve(config.tool_parser, "coalign.environments.parsers") if config.tool_parser else None
+    parser = resolve(config.tool_parser, "coalign_serve.formats") if config.tool_parser else None
     template, problem = None, ""
     chosen = choose_template(config.model, config.chat_template, config.chat_template_kwargs)
     settings = (chosen.chat_template, chosen.chat_template_kwargs, chosen.reasoning)

@@ -14,10 +14,10 @@ import pytest
 
 import coalign
 from coalign.config.schema import SamplingConfig
-from coalign.environments.parsers import hermes
 from coalign.report.display import Display
 from coalign.types import Status
 from coalign_serve.config.serving import CompletionServerConfig
+from coalign_serve.formats import hermes
 from coalign_serve.run_model import find_model
 from coalign_serve.serving.completion_answer import ChatWriter, GrowingAnswer
 from coalign_serve.serving.completion_server import build_completion_server, load_text_tools, serve

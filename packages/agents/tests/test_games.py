@@ -13,8 +13,8 @@ from coalign.cluster.local import LocalStore
 from coalign.cluster.worker import apply_columns
 from coalign.data.batch import Batch
 from coalign.environments.conversation import simulated_user
-from coalign.environments.games import GuessTheNumber, Nim, _IllegalMove, game, self_play
 from coalign.types import Status
+from coalign_agents.games import GuessTheNumber, Nim, _IllegalMove, game, self_play
 from examples.custom_environment import higher_or_lower
 from tests.environments.helpers import TOKENIZER, episode, play
 
@@ -31,7 +31,7 @@ def takes_one(board, random) -> str:
     return "1"
 
 
-ONE = {"rules": "Nim", "settings": {"sticks": 5}, "opponent": "tests.environments.test_games:takes_one"}
+ONE = {"rules": "Nim", "settings": {"sticks": 5}, "opponent": "packages.agents.tests.test_games:takes_one"}
 
 
 def test_rules_of_nim():
@@ -156,10 +156,10 @@ def test_the_example_of_ones_own():
 
 def test_a_function_plays_the_user():
     one = episode("a", "bye", "never")
-    play(simulated_user, one, user="tests.environments.simple_tools:asks_on")
+    play(simulated_user, one, user="packages.agents.tests.simple_tools:asks_on")
     assert [m["content"] for m in one.messages] == ["What is 2+3?", "a", "And 5?", "bye"]
     short = episode("a", "b", "c")
-    play(simulated_user, short, user="tests.environments.simple_tools:asks_on", max_turns=2)
+    play(simulated_user, short, user="packages.agents.tests.simple_tools:asks_on", max_turns=2)
     assert short.counts["turns"] == 2 and short.messages[-1]["content"] == "b"
 
 

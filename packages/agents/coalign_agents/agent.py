@@ -135,10 +135,10 @@ async def agent(
     of an HTTP endpoint instead, for its own clients (``base_url``) or for other programs. A number that the function
     returns is the reward. ``parser`` is the format of the model's tool calls.
     """
-    fn = resolve(run, "coalign_serve.serving.agent")
+    fn = resolve(run, "coalign_agents.agent")
     settings = bind(fn, arguments, "rollout.arguments")
     completions, events = (
-        _ChatCompletions(episode, resolve(parser, "coalign.environments.parsers")),
+        _ChatCompletions(episode, resolve(parser, "coalign_serve.formats")),
         asyncio.get_running_loop(),
     )
 
@@ -158,8 +158,8 @@ async def agent(
 
 
 def _check_agent(samples: Mapping[str, int], *, run: str, arguments: Mapping[str, Any], parser: str, **_: Any) -> None:
-    bind(resolve(run, "coalign_serve.serving.agent"), arguments, "rollout.arguments")
-    resolve(parser, "coalign.environments.parsers")
+    bind(resolve(run, "coalign_agents.agent"), arguments, "rollout.arguments")
+    resolve(parser, "coalign_serve.formats")
 
 
 agent.check = _check_agent

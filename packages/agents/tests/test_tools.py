@@ -10,15 +10,15 @@ from fractions import Fraction
 import pytest
 
 from coalign.config.errors import ConfigError
-from coalign.environments.calculator import calculator, evaluate
 from coalign.environments.episode import Turn
-from coalign.environments.parsers import hermes, llama
-from coalign.environments.tools import _build_tool, tool_use
 from coalign.types import Status
+from coalign_agents.calculator import calculator, evaluate
+from coalign_agents.tools import _build_tool, tool_use
+from coalign_serve.formats import hermes, llama
 from tests.environments.helpers import TOKENIZER, chosen, episode, play
 
-HERE = "tests.environments.test_tools"
-THERE = "tests.environments.simple_tools"
+HERE = "packages.agents.tests.test_tools"
+THERE = "packages.agents.tests.simple_tools"
 
 
 async def meets(episode, other: str) -> dict:
@@ -62,7 +62,7 @@ def test_keyword_only_parameters_are_configuration():
     assert _build_tool({"fn": f"{THERE}:lookup", "prefix": ">"}).configuration == {"prefix": ">"}
     with pytest.raises(ConfigError, match=r"rollout\.tools\[0\]\.word"):
         _build_tool({"fn": f"{THERE}:lookup", "word": "x"})
-    with pytest.raises(ValueError, match=r"'calculater' is not in coalign\.environments\.tools.*calculator"):
+    with pytest.raises(ValueError, match=r"'calculater' is not in coalign_agents\.tools.*calculator"):
         _build_tool("calculater")
 
 

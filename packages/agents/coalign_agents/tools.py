@@ -20,15 +20,15 @@ from pydantic import BaseModel, ConfigDict, NonNegativeFloat, ValidationError, c
 
 from coalign.config.functions import bind, resolve
 from coalign.data.images.placeholders import read_part
-from coalign.environments.calculator import calculator
 from coalign.environments.conversation import call_function, call_isolated, limit_time
 from coalign.environments.episode import Episode
-from coalign.environments.parsers import ToolError, ToolRequest
 from coalign.environments.rendering import format_call_id
 from coalign.processes.function_process import ProcessDied
 from coalign.services import PATIENCE, ServiceError
 from coalign.threads import CallTimeout
 from coalign.types import Status
+from coalign_agents.calculator import calculator
+from coalign_serve.formats import ToolError, ToolRequest
 
 __all__ = ["calculator"]
 
@@ -86,7 +86,7 @@ def _build_tool(config: str | Mapping[str, Any], config_key: str = "rollout.tool
     if not isinstance(settings, Mapping) or not isinstance(settings.get("fn"), str):
         raise ValueError(f"{config_key} is {config!r:.60}; expected the name of a function, or a mapping with `fn`")
     try:
-        fn = resolve(settings["fn"], "coalign.environments.tools")
+        fn = resolve(settings["fn"], "coalign_agents.tools")
     except ValueError as error:
         raise ValueError(f"{config_key}: {error}") from error
     model, description, takes_episode = _describe(fn)
@@ -203,12 +203,12 @@ async def tool_use(
     """Let the policy call tools and read their results, turn after turn, until a turn calls none, or for ``max_turns``.
 
     The chat template shows the tools in the prompt. ``parser`` is the format of the calls: a function of
-    coalign.environments.parsers, or a dotted path. The calls of one turn run concurrently. A call that cannot be read,
+    coalign_serve.formats, or a dotted path. The calls of one turn run concurrently. A call that cannot be read,
     an unknown tool, wrong arguments, an exception, or no result within ``tool_timeout`` seconds is reported to the
     policy, and counted. A tool that raises ServiceError (coalign.services) is called again for ``patience`` seconds;
     then its episode is dropped. A truncated turn calls nothing.
     """
-    read = resolve(parser, "coalign.environments.parsers")
+    read = resolve(parser, "coalign_serve.formats")
     box = _Toolbox.build(tools, timeout=tool_timeout, max_chars=max_result_chars, patience=patience)
     episode.begin(tools=box.descriptions)
     for turns_left in reversed(range(max_turns)):
@@ -226,7 +226,7 @@ async def tool_use(
 def _check_tools(
     samples: Mapping[str, int], *, tools: list[Any], parser: str, tool_timeout: float, max_result_chars: int, **_: Any
 ) -> None:
-    resolve(parser, "coalign.environments.parsers")
+    resolve(parser, "coalign_serve.formats")
     _Toolbox.build(tools, timeout=tool_timeout, max_chars=max_result_chars)
 
 

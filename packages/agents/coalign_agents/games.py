@@ -153,7 +153,7 @@ async def game(
     legal move in ``tries`` attempts, or runs out of tokens, has lost and gets ``illegal``.
     """
     board = _new_game(rules, settings, episode)
-    find_move = resolve(opponent, "coalign.environments.games")
+    find_move = resolve(opponent, "coalign_agents.games")
     same_in_group = Random(f"{episode.seed}/{episode.group}/starts")
     policy_player = 0 if board.players == 1 or (same_in_group.random() < 0.5 if starts is None else starts) else 1
     player = _Player(episode, policy_player, tries)
@@ -247,7 +247,7 @@ def _new_game(rules: str, settings: Mapping[str, Any], episode: Episode) -> Game
 
 
 def _find_rules(name: str, settings: Mapping[str, Any]) -> Callable[[Random], Game]:
-    cls = resolve(name, "coalign.environments.games")
+    cls = resolve(name, "coalign_agents.games")
     return partial(cls, **bind(cls, settings, "rollout.settings"))
 
 
@@ -261,7 +261,7 @@ def _check_game(
     samples: Mapping[str, int], *, rules: str, settings: Mapping[str, Any], opponent: str, **_: Any
 ) -> None:
     _find_rules(rules, settings)
-    resolve(opponent, "coalign.environments.games")
+    resolve(opponent, "coalign_agents.games")
 
 
 def _check_self_play(samples: Mapping[str, int], *, rules: str, settings: Mapping[str, Any], **_: Any) -> None:

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import strategies as st
 
 from coalign.types import Status
-from coalign_serve.serving.agent import agent
+from coalign_agents.agent import agent
 from tests.environments.helpers import TOKENIZER, chosen, episode, play
 from tests.fuzzing import CASES, JSON, damage, make_requests, send_raw, try_requests
 
-HERE = "packages.serve.tests.serving.test_agent"
+HERE = "packages.agents.tests.test_agent"
 QUESTION = [{"role": "user", "content": "2+3?"}]
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
