@@ -8,7 +8,7 @@ import ipaddress
 import json
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -95,20 +95,27 @@ class HttpRefusal(Exception):
         self.status, self.headers = status, headers
 
 
+Event = tuple[str | None, dict[str, Any] | str | None]  # its name and data; without data it is a comment
+
+
 @dataclass(frozen=True)
 class EventStream:
-    """An answer in pieces: each record is sent as a server-sent event as it comes, and `[DONE]` after the last.
+    """An answer in pieces: server-sent events, as they come. A client that leaves cancels their generator."""
 
-    A client that leaves cancels the generator that makes them.
-    """
-
-    records: AsyncGenerator[dict[str, Any], None]
+    events: AsyncGenerator[Event, None]
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     async def write(self) -> AsyncIterator[bytes]:
-        async with contextlib.aclosing(self.records) as records:
-            async for record in records:
-                yield b"data: " + _write_json(record) + b"\n\n"
-            yield b"data: [DONE]\n\n"
+        async with contextlib.aclosing(self.events) as events:
+            async for name, data in events:
+                yield _write_event(name, data)
+
+
+def _write_event(name: str | None, data: dict[str, Any] | str | None) -> bytes:
+    if data is None:
+        return b": waiting\n\n"
+    head = b"" if name is None else f"event: {name}\n".encode()
+    return head + b"data: " + (data.encode() if isinstance(data, str) else _write_json(data)) + b"\n\n"
 
 
 Handler = Callable[[Request], Awaitable[dict[str, Any] | EventStream | Response]]
@@ -116,25 +123,28 @@ Handler = Callable[[Request], Awaitable[dict[str, Any] | EventStream | Response]
 
 def build_application(
     handlers: Mapping[tuple[str, str], Handler],
-    describe_error: Callable[[int, str], dict[str, Any]],
+    describe_error: Callable[[str, int, str], dict[str, Any]],
     *,
     compress: bool = False,
     **options: Any,
 ) -> Starlette:
     """Return the application that answers by what the handler for (method, path) returns, or by the JSON of an error.
 
-    A handler's own response is sent as it is. ``compress``: to clients that take gzip. ``options``: Starlette's.
+    ``describe_error(path, status, message)`` is that of an error. A handler's own response is sent as it is.
+    ``compress``: to clients that take gzip. ``options``: Starlette's.
     """
 
-    def answer_error(_: Request, error: Exception) -> Response:
+    def answer_error(request: Request, error: Exception) -> Response:
         match error:
             case ClientDisconnect():
                 return Response()  # to nobody
             case HttpRefusal():
-                return _respond(describe_error(error.status, str(error)), error.status, error.headers)
+                status, message, headers = error.status, str(error), error.headers
             case HTTPException():
-                return _respond(describe_error(error.status_code, error.detail), error.status_code, error.headers)
-        return _respond(describe_error(500, f"{type(error).__name__}: {error}"), 500)
+                status, message, headers = error.status_code, error.detail, error.headers
+            case _:
+                status, message, headers = 500, f"{type(error).__name__}: {error}", None
+        return respond(describe_error(request.url.path, status, message), status, headers)
 
     def make_route(method: str, path: str, handler: Handler) -> Route:
         async def answer(request: Request) -> Response:
@@ -142,8 +152,8 @@ def build_application(
             if isinstance(content, Response):
                 return content
             if isinstance(content, EventStream):
-                return StreamingResponse(content.write(), media_type="text/event-stream")
-            return _respond(content)
+                return StreamingResponse(content.write(), 200, content.headers, "text/event-stream")
+            return respond(content)
 
         return Route(path, answer, methods=[method])
 
@@ -157,7 +167,8 @@ def build_application(
     return application
 
 
-def _respond(content: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def respond(content: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return a response of JSON."""
     return Response(_write_json(content), status, headers, "application/json")
 
 

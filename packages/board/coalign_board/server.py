@@ -105,7 +105,7 @@ def build_board(root: Path, token: str | None = None, names: tuple[str, ...] = (
         ("POST", "/api/runs/{run:path}/control"): board.ask_run,
     }
     application = build_application(
-        handlers, lambda status, message: {"error": message}, compress=True, lifespan=_limit_threads
+        handlers, lambda path, status, message: {"error": message}, compress=True, lifespan=_limit_threads
     )
     application.add_middleware(RequestGuard, names=names, token=token)
     return application

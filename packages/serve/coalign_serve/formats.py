@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+from coalign.data.templates import Tools
 from coalign.environments.episode import Turn
 
 __all__ = ["hermes", "llama"]
@@ -74,3 +75,26 @@ def _read(text: str, key: str) -> ToolRequest:
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return ToolRequest("", error=ToolError("bad_json", f'a call is an object {{"name": …, "{key}": {{…}}}}'))
     return ToolRequest(name, arguments)
+
+
+@dataclass(frozen=True)
+class ParsedAnswer:
+    text: str
+    reasoning: str = ""
+    calls: Sequence[ToolRequest] = ()
+
+
+class AnswerFormat(Protocol):
+    def __call__(self, turn: Turn, tools: Tools | None = None, prompt_end: str = "") -> ParsedAnswer: ...
+
+
+def find_format(name: str) -> AnswerFormat:
+    from coalign.config.functions import resolve
+
+    read = resolve(name, "coalign_serve.formats")
+
+    def parse(turn: Turn, tools: Tools | None = None, prompt_end: str = "") -> ParsedAnswer:
+        text, calls = read(turn)
+        return ParsedAnswer(text, "", calls)
+
+    return parse

@@ -1,4 +1,4 @@
-"""`coalign serve`: a model behind the interface of OpenAI's completions and chat completions.
+"""`coalign serve`: a model behind OpenAI's completions, chat completions and Responses, and Anthropic's Messages.
 
 Requests that arrive while others are computed join them: see engine_loop.py. docs/serving.md shows clients.
 """
@@ -6,27 +6,30 @@ Requests that arrive while others are computed join them: see engine_loop.py. do
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from coalign.backends import pretrained
-from coalign.config.functions import resolve
 from coalign.data.templates import PlainText, Template, load_template
-from coalign.http_server import EventStream, HttpRefusal, Request, Server, read_body
+from coalign.http_server import Event, EventStream, HttpRefusal, Request, Response, Server, read_body, respond
 from coalign.report.display import Display
 from coalign_serve.config.serving import CompletionServerConfig
+from coalign_serve.dialects import DIALECTS, Answer, ChatCompletions, Dialect, Messages
+from coalign_serve.dialects.answer import PROMPT_END
+from coalign_serve.dialects.text import TextCompletions
+from coalign_serve.formats import AnswerFormat, find_format
 from coalign_serve.run_model import choose_template, find_model
-from coalign_serve.serving.completion_answer import AnswerWriter, ChatWriter, GrowingAnswer, TextWriter
-from coalign_serve.serving.completion_records import Parser, describe_error
+from coalign_serve.serving.completion_answer import GrowingAnswer
 from coalign_serve.serving.completion_request import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    SamplingRequest,
-    TokenizedPrompt,
+    decode_images,
     read_request,
+    read_settings,
+    tokenize,
 )
 from coalign_serve.serving.engine_loop import ChosenToken, CompletionEngine, GenerationJob, JobEvent, JobFailure
 from coalign_serve.serving.engine_process import build_model_config, start_engine, start_replicas
@@ -59,12 +62,12 @@ def serve(config: CompletionServerConfig, display: Display) -> None:
 
 @dataclass(frozen=True)
 class TextTools:
-    """What turns messages into tokens: a template, the plain text of completions, and a parser of tool calls."""
+    """What turns messages into tokens, and answers into tool calls: templates, and the format of answers."""
 
     plain: PlainText
     template: Template | None  # None if the tokenizer has none, and chat is refused with ``problem``
     problem: str
-    parser: Parser | None
+    format: AnswerFormat | None  # None: no answer is read as a tool call
 
     @property
     def tokenizer(self) -> Any:
@@ -72,10 +75,10 @@ class TextTools:
 
 
 def load_text_tools(config: CompletionServerConfig) -> TextTools:
-    """Load tokenizer, template and parser. Raises ValueError for a template or a parser that cannot be used."""
+    """Load tokenizer, template and format. Raises ValueError for a template or a format that cannot be used."""
     model = build_model_config(config)
     tokenizer, placeholders = pretrained.read_tokenizer(model), pretrained.read_placeholders(model, config.images)
-    parser = resolve(config.tool_parser, "coalign_serve.formats") if config.tool_parser else None
+    answer_format = find_format(config.tool_parser) if config.tool_parser else None
     template, problem = None, ""
     chosen = choose_template(config.model, config.chat_template, config.chat_template_kwargs)
     settings = (chosen.chat_template, chosen.chat_template_kwargs, chosen.reasoning)
@@ -85,18 +88,20 @@ def load_text_tools(config: CompletionServerConfig) -> TextTools:
         if chosen.chat_template != "auto":
             raise
         problem = str(error)
-    return TextTools(PlainText(tokenizer, keep_special_tokens=True), template, problem, parser)
+    return TextTools(PlainText(tokenizer, keep_special_tokens=True), template, problem, answer_format)
 
 
 def build_completion_server(
     source: CompletionEngine, text: TextTools, config: CompletionServerConfig, name: str, key: str | None = None
 ) -> Server:
-    """Return the server of /v1/chat/completions, /v1/completions, /v1/models and /health. It closes the source."""
+    """Return the server of all dialects, /v1/completions, /v1/models and /health. It closes the source."""
     endpoint = CompletionEndpoint(source, text, config, name, key)
-    handlers = {
-        ("POST", "/v1/chat/completions"): endpoint.chat,
-        ("POST", "/v1/completions"): endpoint.complete,
+    handlers = {("POST", f"/v1{dialect.path}"): partial(endpoint.chat, dialect) for dialect in DIALECTS}
+    handlers |= {
+        ("POST", f"/v1{Messages.path}/count_tokens"): endpoint.count_tokens,
+        ("POST", f"/v1{TextCompletions.path}"): endpoint.complete,
         ("GET", "/v1/models"): endpoint.list_models,
+        ("GET", "/v1/models/{name:path}"): endpoint.describe_model,
         ("GET", "/health"): endpoint.report_health,
     }
     return build_limited_server(handlers, describe_error, config, source.close)
@@ -116,37 +121,52 @@ class CompletionEndpoint:
         self._computing = 0  # answers
         self._done = 0
 
-    async def chat(self, request: Request) -> dict[str, Any] | EventStream:
-        """Answer POST /v1/chat/completions."""
-        body = await self._read(request, ChatCompletionRequest)
-        template, parser = self._text.template, self._text.parser
-        if template is None:
-            raise HttpRefusal(400, f"{self._text.problem} (`coalign serve --chat-template`), or use /v1/completions")
-        if body.offers_tools and parser is None:
+    async def chat(self, dialect: type[Dialect], request: Request) -> Response | EventStream:
+        """Answer a question in messages."""
+        question = dialect.read(await self._read(request))
+        self._check_model(question.model)
+        settings, ignored = read_settings(question)
+        if question.tools and question.reads_calls and self._text.format is None:
             raise HttpRefusal(400, "tools: the server was started without `--tool-parser`, so it reads no tool calls")
         images = None if self._config.images is None else RequestImages(self._config.images)
         with ExitStack() as stack:
             if images is not None:
                 stack.callback(images.close)
                 async with self._decoding:
-                    await asyncio.to_thread(body.decode_images, template, images)
-            prompts = [await self._tokenize(lambda: body.tokenize(template, images))]
-            parser = parser if body.offers_tools else None
-            writer = ChatWriter(self._name, len(prompts[0].tokens), body.wants_logprobs, parser)
-            return await self._answer(request, body, prompts, writer, stack)
+                    await asyncio.to_thread(decode_images, question.messages, self._template, images)
+            prompts = [await self._tokenize(lambda: tokenize(question, self._template, images))]
+            limit = self._config.max_new_tokens if question.limit is None else question.limit
+            jobs = settings.plan(prompts, question.answers, limit, question.stop)
+            reply = dialect(question, secrets.token_hex(12))
+            reads = self._text.format if question.tools and question.reads_calls else None
+            return await self._answer(request, jobs, reply, reads, stack, ignored)
 
-    async def complete(self, request: Request) -> dict[str, Any] | EventStream:
+    async def complete(self, request: Request) -> Response | EventStream:
         """Answer POST /v1/completions."""
-        body = await self._read(request, CompletionRequest)
-        prompts = await self._tokenize(lambda: body.tokenize(self._text.plain))
-        writer = TextWriter(self._name, sum(len(prompt.tokens) for prompt in prompts), body.wants_logprobs)
-        return await self._answer(request, body, prompts, writer, ExitStack())
+        body = read_request(await self._read(request))
+        self._check_model(body.model)
+        prompts, question = await self._tokenize(lambda: body.tokenize(self._text.plain)), body.question
+        limit = self._config.max_new_tokens if question.limit is None else question.limit
+        jobs = body.plan(prompts, question.answers, limit, question.stop)
+        reply = TextCompletions(question, secrets.token_hex(12))
+        return await self._answer(request, jobs, reply, None, ExitStack(), [])
+
+    async def count_tokens(self, request: Request) -> dict[str, Any]:
+        """Answer POST /v1/messages/count_tokens."""
+        question = Messages.read(await self._read(request))
+        prompt = await self._tokenize(lambda: tokenize(question, self._template))
+        return {"input_tokens": len(prompt.tokens)}
 
     async def list_models(self, request: Request) -> dict[str, Any]:
         """Answer GET /v1/models."""
         self._key.check(request)
-        model = {"id": self._name, "object": "model", "created": self._started_at, "owned_by": "coalign"}
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": [self._describe()], "has_more": False}
+
+    async def describe_model(self, request: Request) -> dict[str, Any]:
+        """Answer GET /v1/models/NAME."""
+        self._key.check(request)
+        self._check_model(request.path_params["name"])
+        return self._describe()
 
     async def report_health(self, _: Request) -> dict[str, Any]:
         """Answer GET /health: answers that are being computed or wait, and those that are done. 503 without engine."""
@@ -154,12 +174,23 @@ class CompletionEndpoint:
             raise HttpRefusal(503, self._source.failure)
         return {"status": "ok", "computing": self._computing, "done": self._done}
 
-    async def _read(self, request: Request, body_type: type[Any]) -> Any:
+    @property
+    def _template(self) -> Template:
+        if self._text.template is None:
+            raise HttpRefusal(400, f"{self._text.problem} (`coalign serve --chat-template`), or use /v1/completions")
+        return self._text.template
+
+    def _describe(self) -> dict[str, Any]:
+        head = {"id": self._name, "object": "model", "type": "model", "display_name": self._name}
+        return {**head, "created": self._started_at, "owned_by": "coalign"}
+
+    async def _read(self, request: Request) -> bytes:
         self._key.check(request)
-        body = read_request(await read_body(request, self._config.max_bytes), body_type)
-        if body.model != self._name:
-            raise HttpRefusal(404, f"there is no model '{body.model}'; this server has '{self._name}'")
-        return body
+        return await read_body(request, self._config.max_bytes)
+
+    def _check_model(self, name: str) -> None:
+        if name != self._name:
+            raise HttpRefusal(404, f"there is no model '{name}'; this server has '{self._name}'")
 
     async def _tokenize(self, work: Callable[[], Any]) -> Any:
         async with self._reading:
@@ -168,22 +199,30 @@ class CompletionEndpoint:
     async def _answer(
         self,
         request: Request,
-        body: SamplingRequest,
-        prompts: Sequence[TokenizedPrompt],
-        writer: AnswerWriter,
+        jobs: Sequence[GenerationJob],
+        reply: Dialect,
+        reads: AnswerFormat | None,
         held: ExitStack,
-    ) -> dict[str, Any] | EventStream:
-        """``held``: what the jobs need until they end."""
-        jobs = body.plan(prompts, self._config.max_new_tokens)
-        self._admit(len(jobs) * body.answers)
-        answers = [GrowingAnswer(self._text.tokenizer, body.stops) for _ in range(len(jobs) * body.answers)]
-        events = self._compute(jobs, answers)
-        if not body.stream:
+        ignored: Sequence[str],
+    ) -> Response | EventStream:
+        """``reads``: the format of tool calls, if they are offered. ``held``: what the jobs need until they end.
+        ``ignored``: wishes that are not granted."""
+        self._admit(sum(job.samples for job in jobs))
+        reply.prompt_tokens = sum(len(job.prompt) for job in jobs)
+        tokenizer, question = self._text.tokenizer, reply.question
+        answers = [GrowingAnswer(tokenizer, job.stop) for job in jobs for _ in range(job.samples)]
+        prompt_end = str(tokenizer.decode(jobs[0].prompt[-PROMPT_END:])) if reads is not None else ""
+
+        def finish(index: int) -> Answer:
+            return answers[index].read(question, reads, prompt_end, f"{reply.identity}/{index}")
+
+        events, headers = self._compute(jobs, answers), {"x-coalign-ignored": ", ".join(ignored)} if ignored else {}
+        if not question.stream:
             await self._collect(request, events)
-            return writer.write_whole(answers)
+            return respond(reply.write([finish(index) for index in range(len(answers))]), headers=headers)
         first = await anext(events)  # a prompt that is refused has a status of its own
-        has_usage = body.stream_options is not None and body.stream_options.include_usage
-        return EventStream(_write_pieces(first, events, answers, writer, has_usage, held.pop_all()))
+        pieces = _write_events(first, events, answers, reply, finish, reads is not None, held.pop_all())
+        return EventStream(pieces, headers)
 
     def _admit(self, count: int) -> None:
         limit = self._config.queue
@@ -249,36 +288,50 @@ class CompletionEndpoint:
                     cut()
 
 
-async def _write_pieces(
+async def _write_events(
     first: tuple[int, str],
     events: AsyncGenerator[tuple[int, str], None],
     answers: Sequence[GrowingAnswer],
-    writer: AnswerWriter,
-    has_usage: bool,
+    reply: Dialect,
+    finish: Callable[[int], Answer],
+    is_whole: bool,
     held: ExitStack,
-) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield the records of a streamed answer. What fails on the way is the last of them."""
+) -> AsyncGenerator[Event, None]:
+    """Yield the events of a streamed answer. What fails on the way is the last of them.
+
+    ``is_whole``: an answer that may hold tool calls is sent in one piece, since only its end tells what it is.
+    """
+    done: dict[int, Answer] = {}
     try:
-        for index in range(len(answers)):
-            for piece in writer.begin(index):
-                yield piece
+        for event in reply.begin():
+            yield event
         news: tuple[int, str] | None = first
         while news is not None:
             index, text = news
             answer = answers[index]
-            for piece in writer.add(index, answer, text):
-                yield piece
+            if not is_whole and (text or answer.status is not None):
+                logprobs = answer.take_logprobs() if reply.question.wants_logprobs else []
+                if text or logprobs:
+                    for event in reply.add(index, text, logprobs):
+                        yield event
             if answer.status is not None:
-                for piece in writer.end(index, answer):
-                    yield piece
+                done[index] = finish(index)
+                for event in reply.end(index, done[index]):
+                    yield event
             news = await anext(events, None)
-        if has_usage:
-            yield writer.write_usage(answers)
+        for event in reply.close([done[index] for index in range(len(answers))]):
+            yield event
     except HttpRefusal as error:
-        yield describe_error(error.status, str(error))
+        yield reply.fail(error.status, str(error))
     finally:
         await events.aclose()
         held.close()
+
+
+def describe_error(path: str, status: int, message: str) -> dict[str, Any]:
+    """Return an error in the dialect of the path; elsewhere in that of chat completions."""
+    named = next((dialect for dialect in DIALECTS if dialect.path in path), ChatCompletions)
+    return named.describe_error(status, message)
 
 
 async def _wait_for_disconnect(request: Request) -> None:

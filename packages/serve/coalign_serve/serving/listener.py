@@ -45,7 +45,7 @@ def open_guarded_listener(config: ServerConfig, port: int, key: str | None) -> t
 
 def build_limited_server(
     handlers: Mapping[tuple[str, str], Handler],
-    describe_error: Callable[[int, str], dict[str, Any]],
+    describe_error: Callable[[str, int, str], dict[str, Any]],
     config: ServerConfig,
     close: Callable[[], object],
 ) -> Server:

@@ -175,7 +175,7 @@ def build_reward_server(judge: ResponseJudge, config: ServeConfig, key: str | No
     """Return the server of POST /get_reward and GET /health. It closes the judge at shutdown."""
     endpoint = RewardEndpoint(judge, config, key)
     handlers = {("POST", "/get_reward"): endpoint.get_reward, ("GET", "/health"): endpoint.health}
-    return build_limited_server(handlers, lambda _, message: {"error": message}, config, judge.close)
+    return build_limited_server(handlers, lambda _path, _status, message: {"error": message}, config, judge.close)
 
 
 class RewardEndpoint:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,13 +18,12 @@ from coalign.config.schema import SamplingConfig
 from coalign.report.display import Display
 from coalign.types import Status
 from coalign_serve.config.serving import CompletionServerConfig
-from coalign_serve.formats import hermes
 from coalign_serve.run_model import find_model
-from coalign_serve.serving.completion_answer import ChatWriter, GrowingAnswer
 from coalign_serve.serving.completion_server import build_completion_server, load_text_tools, serve
 from coalign_serve.serving.engine_loop import OPEN_SESSIONS, AnswerEnd, ChosenToken, GenerationJob
 from coalign_serve.serving.engine_process import build_model_config, start_engine, start_replicas
 from packages.serve.tests.serving.http import call, running
+from tests.environments.helpers import TOOLS_CHATML
 from tests.runs import ROOT
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 
@@ -285,27 +285,123 @@ def test_a_run_folder_stands_for_its_model(model, tmp_path):
     assert find_model(str(tmp_path)) == str(tmp_path / "model") and find_model(str(model)) == str(model)
 
 
-def write_chat(text, *, parser=hermes):
-    tokenizer = tiny_tokenizer()
-    answer, writer = GrowingAnswer(tokenizer, ()), ChatWriter("m", 3, False, parser)
-    pieces = writer.begin(0)
-    for token in tokenizer(text)["input_ids"]:
-        pieces += writer.add(0, answer, answer.add(ChosenToken(0, token, -1.0)))
-    rest = answer.end(Status.OK)
-    pieces += writer.add(0, answer, rest) + writer.end(0, answer)
-    return writer.write_whole([answer])["choices"][0], [piece["choices"][0] for piece in pieces]
+CALL = 'Well. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>'
+ADD = {"name": "add", "description": "", "parameters": {"type": "object"}}
 
 
-def test_tool_calls_are_read_whole_and_in_a_stream():
-    whole, pieces = write_chat('Well. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>')
-    [call_] = whole["message"]["tool_calls"]
-    assert whole["finish_reason"] == "tool_calls" and whole["message"]["content"] == "Well."
-    assert call_["function"] == {"name": "add", "arguments": '{"a": 1}'} and call_["type"] == "function"
-    assert [piece["finish_reason"] for piece in pieces] == [None, None, "tool_calls"]
-    assert pieces[1]["delta"] == {"content": "Well.", "tool_calls": [{"index": 0, **call_}]}
-    whole, pieces = write_chat("No tool.<|im_end|>")
-    assert whole["message"] == {"content": "No tool.", "role": "assistant"} and whole["finish_reason"] == "stop"
-    assert pieces[1]["delta"]["content"] == "No tool."
+class SaysTheSame:
+    """An engine whose answer is a text."""
+
+    failure = None
+
+    def __init__(self, text):
+        self.tokens = tiny_tokenizer()(text)["input_ids"]
+
+    def submit(self, job, on_event):
+        for index in range(job.samples):
+            for token in self.tokens:
+                on_event(ChosenToken(index, token, -0.5))
+            on_event(AnswerEnd(index, Status.OK))
+        return lambda: None
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(scope="module")
+def calling(model):
+    """The address of a server whose model always calls a tool."""
+    config = CompletionServerConfig(model=str(model), device="cpu", tool_parser="hermes", chat_template=TOOLS_CHATML)
+    with serving(SaysTheSame(CALL), config) as base:
+        yield base
+
+
+def read_events(base, path, body):
+    request = urllib.request.Request(f"{base}/v1{path}", json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return [json.loads(line[6:]) for line in answer.read().decode().splitlines() if line.startswith("data: {")]
+
+
+def test_chat_calls_tools_whole_and_in_a_stream(calling):
+    client = pytest.importorskip("openai").OpenAI(base_url=f"{calling}/v1", api_key="none", max_retries=0)
+    asked = {"model": NAME, "messages": HELLO, "tools": [{"type": "function", "function": ADD}]}
+    [choice] = client.chat.completions.create(**asked).choices
+    [called] = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "Well."
+    assert called.function.name == "add" and called.function.arguments == '{"a": 1}' and len(called.id) == 9
+    with client.chat.completions.stream(**asked, n=2) as stream:
+        whole = stream.get_final_completion()
+    for choice in whole.choices:
+        assert choice.message.content == "Well." and choice.finish_reason == "tool_calls"
+        assert choice.message.tool_calls[0].function.arguments == '{"a": 1}'
+    assert whole.choices[0].message.tool_calls[0].id != whole.choices[1].message.tool_calls[0].id
+    [plain] = client.chat.completions.create(**asked, tool_choice="none").choices
+    assert plain.finish_reason == "stop" and plain.message.content.endswith("</tool_call>")
+
+
+def test_responses_call_tools_whole_and_in_a_stream(calling):
+    client = pytest.importorskip("openai").OpenAI(base_url=f"{calling}/v1", api_key="none", max_retries=0)
+    asked = {"model": NAME, "input": "hello", "tools": [{"type": "function", **ADD}], "instructions": "Be brief."}
+    whole = client.responses.create(**asked)
+    with client.responses.stream(**asked) as stream:
+        events = list(stream)
+        streamed = stream.get_final_response()
+    for response in (whole, streamed):
+        message, called = response.output
+        assert response.output_text == "Well." and response.status == "completed" and message.type == "message"
+        assert called.type == "function_call" and called.name == "add" and called.arguments == '{"a": 1}'
+    assert [event.sequence_number for event in events if hasattr(event, "sequence_number")] == list(range(len(events)))
+    assert whole.usage.output_tokens == streamed.usage.output_tokens > 0
+    again = [*whole.output, {"type": "function_call_output", "call_id": whole.output[1].call_id, "output": "1"}]
+    assert client.responses.create(**(asked | {"input": again})).output_text == "Well."
+    with pytest.raises(Exception, match="previous_response_id"):
+        client.responses.create(**asked, previous_response_id=whole.id)
+
+
+def test_messages_call_tools_whole_and_in_a_stream(calling):
+    client = pytest.importorskip("anthropic").Anthropic(base_url=calling, api_key="none", max_retries=0)
+    tools = [{"name": "add", "input_schema": {"type": "object"}}]
+    asked = {"model": NAME, "messages": HELLO, "tools": tools, "max_tokens": 50, "system": "Be brief."}
+    whole = client.messages.create(**asked)
+    with client.messages.stream(**asked) as stream:
+        streamed = stream.get_final_message()
+    for message in (whole, streamed):
+        said, called = message.content
+        assert said.text == "Well." and message.stop_reason == "tool_use"
+        assert called.name == "add" and called.input == {"a": 1}
+    assert whole.usage == streamed.usage and whole.usage.output_tokens > 0
+    results = [
+        {"type": "tool_result", "tool_use_id": whole.content[1].id, "content": "1"},
+        {"type": "text", "text": "?"},
+    ]
+    again = [*HELLO, {"role": "assistant", "content": whole.content}, {"role": "user", "content": results}]
+    assert client.messages.create(**(asked | {"messages": again})).content[0].text == "Well."
+    assert client.messages.count_tokens(model=NAME, messages=HELLO).input_tokens > 5
+    with pytest.raises(Exception, match=r"there is no model 'x'.*"):
+        client.messages.create(**(asked | {"model": "x"}))
+
+
+def test_text_is_streamed_as_it_comes_in_all_dialects(served):
+    """Unless tools are offered: only the end of an answer tells whether it calls one."""
+    base, asked = served[0], {"model": NAME, "seed": 3, "stream": True}
+    chat = read_events(base, "/chat/completions", asked | {"messages": HELLO})
+    said = "".join(event["choices"][0]["delta"].get("content", "") for event in chat)
+    responses = read_events(base, "/responses", asked | {"input": "hello"})
+    deltas = [event["delta"] for event in responses if event["type"] == "response.output_text.delta"]
+    assert "".join(deltas) == responses[-1]["response"]["output"][0]["content"][0]["text"] == said and len(deltas) > 3
+    messages = read_events(base, "/messages", asked | {"messages": HELLO, "max_tokens": 8})
+    deltas = [event["delta"]["text"] for event in messages if event["type"] == "content_block_delta"]
+    assert "".join(deltas) == said and messages[-2]["delta"]["stop_reason"] == "max_tokens"
+
+
+def test_wishes_that_are_not_granted_are_named(calling):
+    body = {"model": NAME, "messages": HELLO, "max_tokens": 9, "thinking": {"type": "adaptive"}}
+    tools = [{"type": "web_search_20250305", "name": "web_search"}]
+    status, _, headers = call(f"{calling}/v1/messages", body | {"tools": tools, "context_management": {}})
+    assert status == 200 and headers["x-coalign-ignored"] == "tools.web_search_20250305, context_management, thinking"
+    status, answer, _ = call(f"{calling}/v1/messages", body | {"top_j": 3})
+    assert status == 400 and "top_j: unknown key; did you mean 'top_p'" in answer["error"]["message"]
+    assert answer["type"] == "error" and answer["error"]["type"] == "invalid_request_error"
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ def test_an_answer_that_is_not_taken_is_cut():
         return {"x": "x" * LARGE}
 
     async def ask() -> int:
-        application = build_application({("GET", "/"): answer}, lambda _, message: {"error": message})
+        application = build_application({("GET", "/"): answer}, lambda _path, _status, message: {"error": message})
         async with serve_within(application, timeout=0.3, connections=4) as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**10)
             writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -34,7 +34,7 @@ def test_an_error_of_a_handler_is_answered_and_the_end_cuts_what_is_open():
         raise KeyError("x\ud800")  # half a surrogate pair, which UTF-8 does not have
 
     async def ask() -> tuple[bytes, bytes]:
-        application = build_application({("GET", "/"): fail}, lambda status, message: {"is": [status, message]})
+        application = build_application({("GET", "/"): fail}, lambda _, status, message: {"is": [status, message]})
         async with serve_within(application, timeout=60, connections=4) as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             idle, _ = await asyncio.open_connection("127.0.0.1", port)
