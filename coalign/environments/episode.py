@@ -290,9 +290,15 @@ class Episode(Conversation):
         self._left = max_new_tokens
         self._policy = policy
         self._empty_turns = 0
+        self.is_cut = False  # another limit than that of tokens has ended it
         self._over = False
 
     # ---- for environments --------------------------------------------------------------------------------------------
+
+    @property
+    def capacity(self) -> int | None:
+        """Tokens of the longest conversation that fits; None: unlimited."""
+        return self._policy.capacity
 
     def conversation(self, messages: Sequence[Message], *, tools: Tools | None = None, label: str = "") -> Conversation:
         """Open another conversation with the policy, such as one with a critic. Its turns are trained on, too.
@@ -316,7 +322,7 @@ class Episode(Conversation):
         """The policy's answer to ``messages`` (of the chat form), whatever was asked before.
 
         It goes on behind the turn that the messages repeat; where they repeat none, they are rendered anew. Let the
-        next request find the turn by `tree.remember`. One that is not ``trained`` is sampled alike. Raises what
+        next request find the turn by `remember`. One that is not ``trained`` is sampled alike. Raises what
         `generate` raises.
         """
         self.check_open()
@@ -334,7 +340,16 @@ class Episode(Conversation):
             images = tuple(replace(span, start=span.start - start) for span in images if span.start >= start)
         state = json.dumps(sent[known:], sort_keys=True, default=str)
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop": stop, "label": label, "trained": trained}
-        return await self.sample(parent, added, images, state=state, **options)
+        turn = await self.sample(parent, added, images, state=state, **options)
+        turn.messages, turn.tools = sent, tools
+        return turn
+
+    def remember(self, turn: Turn, answer: Message) -> None:
+        """Let requests find a turn of `ask` by the messages it was asked with, and the ``answer`` that was made of it.
+
+        Raises what `parse_messages` raises.
+        """
+        self.tree.remember(turn, *self.rendering.read_messages([answer]))
 
     async def call_service(self, call: Callable[[], Awaitable[Answer]], patience: float = PATIENCE) -> Answer:
         """Await ``call()``, and repeat it for ``patience`` seconds while it raises ServiceError.
@@ -467,7 +482,7 @@ class Episode(Conversation):
                 self.counts["empty"] += 1
         elif (leaf := self.rows[0].leaf) is not None and leaf.messages:  # the conversation that a reward reads
             self.messages, self.tools = [*leaf.messages], leaf.tools
-            self.status = Status.TRUNCATED if self._empty_turns else leaf.status
+            self.status = Status.TRUNCATED if self._empty_turns or self.is_cut else leaf.status
         self.status = self.status if status is None else status
         self.counts["rows"] += len(self.rows)
 

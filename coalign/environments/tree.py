@@ -48,7 +48,7 @@ class Turn:
     label: str = ""
     trained: bool = True
     reward: float = 0.0
-    messages: Sequence[Message] = ()  # the conversation that it ends, where messages were asked
+    messages: Sequence[Message] = ()  # those that it was asked with, and its answer once it is remembered
     tools: Tools | None = None
 
     @property
@@ -113,10 +113,10 @@ class TurnTree:
         self.turns.append(turn)
         self._by_tokens[_hash_tokens(turn.path_tokens)] = turn
 
-    def remember(self, turn: Turn, tools: Tools | None, messages: Sequence[Message]) -> None:
-        """Let a turn be found by ``messages``, which end with its answer."""
-        turn.messages, turn.tools = messages, tools
-        *_, key = _chain(tools, messages)
+    def remember(self, turn: Turn, answer: Message) -> None:
+        """Let a turn be found by the messages that it was asked with, and its ``answer`` behind them."""
+        turn.messages = [*turn.messages, answer]
+        *_, key = _chain(turn.tools, turn.messages)
         self._by_messages[key].append(turn)
 
     def find(self, tools: Tools | None, messages: Sequence[Message]) -> tuple[Turn | None, int]:

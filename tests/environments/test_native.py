@@ -120,9 +120,9 @@ async def rewrites(episode):
 
     async def ask(history):
         turn = await episode.ask(history, max_new_tokens=5, trained=rng.random() < 0.9)
-        answered = [*history, {"role": "assistant", "content": turn.text}]
-        episode.tree.remember(turn, None, episode.rendering.read_messages(answered))
-        return answered
+        answer = {"role": "assistant", "content": turn.text}
+        episode.remember(turn, answer)
+        return [*history, answer]
 
     for step in range(rng.randrange(2, 7)):
         history, more = rng.choice(histories), {"role": "user", "content": f"more {step}"}

@@ -45,9 +45,9 @@ async def branches(episode):
 
     async def ask(messages):
         turn = await episode.ask(messages, max_new_tokens=4)
-        answered = [*messages, {"role": "assistant", "content": turn.text}]
-        episode.tree.remember(turn, None, episode.rendering.read_messages(answered))
-        return [*answered, {"role": "user", "content": "go on"}]
+        answer = {"role": "assistant", "content": turn.text}
+        episode.remember(turn, answer)
+        return [*messages, answer, {"role": "user", "content": "go on"}]
 
     history = await ask(await ask(asked))
     if episode.index % 2 == 0:

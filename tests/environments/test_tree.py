@@ -32,7 +32,7 @@ async def ask(one, messages, tools=None, answer=None, **options):
     """As a server does: the next request finds the turn by the message that it was answered with."""
     turn = await one.ask(messages, tools, **options)
     message = said(turn.text) if answer is None else answer
-    one.tree.remember(turn, tools, one.rendering.read_messages([*messages, message]))
+    one.remember(turn, message)
     return message
 
 

@@ -1,123 +1,84 @@
-"""An episode behind the interface of OpenAI's chat completions, and the environment for agents that use it.
-
-An agent may ask whatever it likes (coalign.environments.tree): the policy's earlier turns keep the tokens that were
-sampled. The same interface is served over HTTP on this machine, for one episode.
-"""
+"""The environment for agents: a function of a person that asks the policy as it would ask a model's API."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import json
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
-from http import HTTPStatus
+from collections.abc import Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from pydantic import PositiveInt
+
 from coalign.config.functions import bind, resolve
-from coalign.data.messages import parse_messages
 from coalign.environments.conversation import call_function
-from coalign.environments.episode import Episode, Turn
-from coalign_serve.serving.completion_records import (
-    ChatChoice,
-    ChatCompletion,
-    ChatMessage,
-    Parser,
-    TokenUsage,
-    describe_error,
-    find_finish_reason,
-    read_answer,
-    read_message,
-)
+from coalign.environments.episode import Episode
+from coalign_agents.session import EpisodeSession
+from coalign_serve.dialects import DIALECTS, Dialect
+from coalign_serve.formats import find_format
+
+_HOME = "coalign_agents.agent"
+_METHODS = (("chat", "completions"), ("responses",), ("messages",))  # of OpenAI's and Anthropic's clients, by dialect
 
 
-class _ChatCompletions:
-    """Answers requests for completions, whatever they repeat. ``parser``: the format of the model's tool calls."""
+class Record(dict[str, Any]):
+    """An answer of the API: its keys are attributes, too, as in the clients' own objects."""
 
-    def __init__(self, episode: Episode, parser: Parser) -> None:
-        self.episode = episode
-        self.parser = parser
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        if name in ("tool_calls", "reasoning_content"):  # which answers without them leave out
+            return None
+        raise AttributeError(f"the record has no '{name}'; it has {', '.join(self)}")
 
-    async def create(
-        self,
-        *,
-        messages: Sequence[Any],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        max_tokens: int | None = None,
-        max_completion_tokens: int | None = None,
-        stop: str | Sequence[str] | None = None,
-        model: str = "policy",
-        n: int = 1,
-        stream: bool = False,
-        **sampling: Any,
-    ) -> ChatCompletion:
-        """Return ``n`` answers of the policy to ``messages``.
-
-        Messages that repeat an earlier answer go on behind its tokens. Others begin another row of the episode: a
-        summary of the history, a sub-agent, other tools. The run decides how tokens are sampled: ``temperature``,
-        ``top_p``, ``seed`` and the like have no effect. ValueError for streams.
-        """
-        if stream:
-            raise ValueError("a training episode gives whole answers (stream=False)")
-        sent = [read_message(message) for message in messages]
-        shown = [dict(tool) for tool in tools] if tools else None
-        options: dict[str, Any] = {
-            "max_new_tokens": max_completion_tokens or max_tokens,
-            "stop": (stop,) if isinstance(stop, str) else stop,
-        }
-        turns = await asyncio.gather(*(self.episode.ask(sent, shown, **options) for _ in range(n)))
-        answers = [self._to_message(turn, sent, shown) for turn in turns]
-        sampled = sum(len(turn.tokens) for turn in turns)
-        read = len(turns[0].path_tokens) - len(turns[0].tokens)
-        return ChatCompletion(
-            id=f"{self.episode.group}-{self.episode.index}-{len(self.episode.tree.turns)}",
-            model=model,
-            choices=[
-                ChatChoice(index=i, message=answer, finish_reason=find_finish_reason(turn.status, answer))
-                for i, (turn, answer) in enumerate(zip(turns, answers, strict=True))
-            ],
-            usage=TokenUsage(prompt_tokens=read, completion_tokens=sampled, total_tokens=read + sampled),
-        )
-
-    def _to_message(self, turn: Turn, sent: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> ChatMessage:
-        """Convert a turn to a message. If a tool call cannot be read, the turn stays text; the failure is counted."""
-        message, unreadable = read_answer(turn, self.parser, f"call_{turn.number}")
-        if unreadable:
-            self.episode.count("tool_failed/bad_json", unreadable)
-        conversation = parse_messages([*sent, message.model_dump(exclude_none=True)], "messages")
-        self.episode.tree.remember(turn, tools, conversation)
-        return message
+    def model_dump(self, *, exclude_none: bool = False) -> dict[str, Any]:
+        return {key: value for key, value in self.items() if not exclude_none or value is not None}
 
 
-_MAX_REQUEST_BYTES = 64 * 2**20
-_CLIENT_TIMEOUT, _MAX_CONNECTIONS = 60.0, 64  # timeout in seconds
+class AgentClient:
+    """The policy as OpenAI's and Anthropic's asynchronous clients show a model, without HTTP.
 
-
-@contextlib.asynccontextmanager
-async def _serve_chat(completions: _ChatCompletions) -> AsyncIterator[str]:
-    """Serve POST <address>/chat/completions to this machine within this context.
-
-    The address ends in /v1 and holds a key, since every user and program of the machine reaches its port.
+    ``client.chat.completions.create``, ``client.responses.create`` and ``client.messages.create`` take what the API
+    takes. Messages that repeat an earlier answer go on behind its tokens. Others begin another row of the episode: a
+    summary of the history, a sub-agent, other tools. The run decides how tokens are sampled: ``temperature``,
+    ``top_p``, ``seed`` and the like have no effect. They raise HttpRefusal for what the API would refuse, and for
+    streams.
     """
-    from coalign.http_server import HttpRefusal, Request, build_application, read_body
-    from coalign_serve.serving.listener import serve_within
 
-    key = secrets.token_urlsafe(32)
+    def __init__(self, session: EpisodeSession, events: asyncio.AbstractEventLoop | None = None) -> None:
+        """``events``: where a plain function's questions are answered; None if the calls are awaited."""
+        self._session = session
+        for names, dialect in zip(_METHODS, DIALECTS, strict=True):
+            target: Any = self
+            for name in names:
+                if not hasattr(target, name):
+                    setattr(target, name, SimpleNamespace())
+                target = getattr(target, name)
+            create = partial(self._create, dialect)
+            target.create = create if events is None else partial(_wait, events, create)
 
-    async def answer(request: Request) -> dict[str, Any]:
-        if not secrets.compare_digest(request.path_params["key"].encode(), key.encode()):
-            raise HttpRefusal(HTTPStatus.UNAUTHORIZED, "this is not the address that the agent was given")
-        body = await read_body(request, _MAX_REQUEST_BYTES)
-        try:
-            return (await completions.create(**json.loads(body))).model_dump()
-        except Exception as error:
-            raise HttpRefusal(HTTPStatus.BAD_REQUEST, f"{type(error).__name__}: {error}") from None
+    async def _create(self, dialect: type[Dialect], **request: Any) -> Record:
+        if request.get("stream"):
+            raise ValueError("this client gives whole answers; with `serve_http` any client has streams")
+        body = json.dumps({"model": "policy", **request}, default=_dump).encode()
+        reply = dialect(dialect.read(body), secrets.token_hex(12))
+        reply.prompt_tokens, answers = await self._session.answer(reply.question)
+        return json.loads(json.dumps(reply.write(answers)), object_hook=Record)
 
-    application = build_application({("POST", "/{key}/v1/chat/completions"): answer}, describe_error)
-    async with serve_within(application, timeout=_CLIENT_TIMEOUT, connections=_MAX_CONNECTIONS) as port:
-        yield f"http://127.0.0.1:{port}/{key}/v1"
+
+def _wait(events: asyncio.AbstractEventLoop, create: Any, **request: Any) -> Record:
+    """Wait for an answer, in the thread of a plain function."""
+    return asyncio.run_coroutine_threadsafe(create(**request), events).result()
+
+
+def _dump(value: Any) -> Any:
+    """Convert what clients send back as they received it."""
+    if hasattr(value, "model_dump"):
+        return value.model_dump(exclude_none=True)
+    raise TypeError(f"a request holds {type(value).__name__}, which is no JSON")
 
 
 async def agent(
@@ -127,39 +88,59 @@ async def agent(
     arguments: dict[str, Any] = {},  # noqa: B006  (never changed)
     parser: str = "hermes",
     serve_http: bool = False,
+    untrained: list[str] = ["aux"],  # noqa: B006
+    max_turns: PositiveInt = 500,
+    gateway: dict[str, Any] = {},  # noqa: B006
 ) -> None:
-    """Run a user's function ``run(client, row, **arguments)`` with the policy behind ``client``.
+    """Run a person's function ``run(client, row, **arguments)`` with the policy behind ``client``.
 
-    ``run`` is the dotted path of a plain or async function. ``client.chat.completions.create(messages=…, tools=…)``
-    answers like OpenAI's client (to be awaited in an async function). With ``serve_http`` the function gets the address
-    of an HTTP endpoint instead, for its own clients (``base_url``) or for other programs. A number that the function
-    returns is the reward. ``parser`` is the format of the model's tool calls.
+    ``run`` is the dotted path of a plain or async function. ``client`` has the methods of OpenAI's and Anthropic's
+    clients (see AgentClient); an async function awaits them. With ``serve_http`` the function gets the address of an
+    HTTP endpoint instead, for its own clients (``base_url``) or for other programs; ``gateway`` says where that is
+    (see GatewayConfig). A number that the function returns is the reward.
+
+    ``parser``: the format of the model's tool calls. The policy is asked, and not trained, under the model names
+    ``untrained``. An episode that has no room for another token, or has had ``max_turns``, refuses further questions;
+    it keeps its turns (TRUNCATED) even if the function dies of that.
     """
-    fn = resolve(run, "coalign_agents.agent")
+    fn = resolve(run, _HOME)
     settings = bind(fn, arguments, "rollout.arguments")
-    completions, events = (
-        _ChatCompletions(episode, resolve(parser, "coalign_serve.formats")),
-        asyncio.get_running_loop(),
-    )
+    session = EpisodeSession(episode, find_format(parser), untrained, max_turns)
+    try:
+        if serve_http:
+            from coalign_agents.gateway import GatewayConfig, join_gateway
 
-    def create(**request: Any) -> ChatCompletion:
-        """Wait for the answer, in the thread of a plain function."""
-        return asyncio.run_coroutine_threadsafe(completions.create(**request), events).result()
-
-    if serve_http:
-        async with _serve_chat(completions) as address:
-            value = await call_function(fn, address, episode.row, **settings)
-    else:
-        suited = completions if inspect.iscoroutinefunction(fn) else SimpleNamespace(create=create)
-        client = SimpleNamespace(chat=SimpleNamespace(completions=suited))
-        value = await call_function(fn, client, episode.row, **settings)
+            async with join_gateway(GatewayConfig.model_validate(gateway)) as server:
+                with server.admit(session) as key:
+                    value = await call_function(fn, f"{server.address}/{key}/v1", episode.row, **settings)
+        else:
+            events = None if inspect.iscoroutinefunction(fn) else asyncio.get_running_loop()
+            value = await call_function(fn, AgentClient(session, events), episode.row, **settings)
+    except Exception:
+        if not session.is_cut:
+            raise
+        episode.count("agent_died")
+        return
     if value is not None:
         episode.reward(value)
 
 
-def _check_agent(samples: Mapping[str, int], *, run: str, arguments: Mapping[str, Any], parser: str, **_: Any) -> None:
-    bind(resolve(run, "coalign_agents.agent"), arguments, "rollout.arguments")
-    resolve(parser, "coalign_serve.formats")
+def _check_agent(
+    samples: Mapping[str, int],
+    *,
+    run: str,
+    arguments: Mapping[str, Any],
+    parser: str,
+    gateway: Mapping[str, Any],
+    serve_http: bool,
+    **_: Any,
+) -> None:
+    bind(resolve(run, _HOME), arguments, "rollout.arguments")
+    find_format(parser)
+    if serve_http:
+        from coalign_agents.gateway import GatewayConfig
+
+        GatewayConfig.model_validate(gateway)
 
 
 agent.check = _check_agent

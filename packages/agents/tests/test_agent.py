@@ -154,10 +154,9 @@ def http_agent(address, row):
     first = post(url, {"model": "m", "messages": QUESTION})["choices"][0]["message"]
     second = post(url, {"model": "m", "messages": [*QUESTION, first, {"role": "user", "content": "Sure?"}]})
     assert second["object"] == "chat.completion"
-    for wrong, code in (({"messages": QUESTION}, 400), ({}, 400)):
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            post(url, wrong)
-        assert refused.value.code == code and b"message" in refused.value.read()
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        post(url, {})
+    assert refused.value.code == 400 and b"messages: missing" in refused.value.read()
     with pytest.raises(urllib.error.HTTPError, match="404"):
         post(f"{address}/completions", {})
     return float(second["choices"][0]["message"]["content"] == "Yes")

@@ -33,7 +33,13 @@ from coalign_serve.serving.completion_request import (
 )
 from coalign_serve.serving.engine_loop import ChosenToken, CompletionEngine, GenerationJob, JobEvent, JobFailure
 from coalign_serve.serving.engine_process import build_model_config, start_engine, start_replicas
-from coalign_serve.serving.listener import ApiKey, build_limited_server, open_guarded_listener, read_key
+from coalign_serve.serving.listener import (
+    ApiKey,
+    build_limited_server,
+    open_guarded_listener,
+    read_key,
+    wait_for_disconnect,
+)
 from coalign_serve.serving.request_images import RequestImages
 
 _DECODING = 2  # requests whose images are decoded at once: they wait in threads that others need, too
@@ -238,7 +244,7 @@ class CompletionEndpoint:
             async for _ in events:
                 pass
 
-        working, leaving = asyncio.ensure_future(drain()), asyncio.ensure_future(_wait_for_disconnect(request))
+        working, leaving = asyncio.ensure_future(drain()), asyncio.ensure_future(wait_for_disconnect(request))
         try:
             await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
@@ -332,9 +338,3 @@ def describe_error(path: str, status: int, message: str) -> dict[str, Any]:
     """Return an error in the dialect of the path; elsewhere in that of chat completions."""
     named = next((dialect for dialect in DIALECTS if dialect.path in path), ChatCompletions)
     return named.describe_error(status, message)
-
-
-async def _wait_for_disconnect(request: Request) -> None:
-    """Wait until the client, whose body has been read, has left."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -73,13 +73,21 @@ class ApiKey:
             raise HttpRefusal(401, "a key is needed: Authorization: Bearer …", {"WWW-Authenticate": "Bearer"})
 
 
+async def wait_for_disconnect(request: Request) -> None:
+    """Wait until the client, whose body has been read, has left."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
 @asynccontextmanager
-async def serve_within(application: Starlette, *, timeout: float, connections: int) -> AsyncIterator[int]:
-    """Serve on a free port of 127.0.0.1 within this context, which yields the port and ends all connections."""
+async def serve_within(
+    application: Starlette, *, timeout: float, connections: int, host: str = "127.0.0.1", port: int = 0
+) -> AsyncIterator[int]:
+    """Serve within this context, which yields the port and ends all connections. Port 0: a free one."""
     server = build_server(application, timeout=timeout, connections=connections)
     config, state, loop = server.config, server.server_state, asyncio.get_running_loop()
     connection = cast(Any, config.http_protocol_class)
-    listener = await loop.create_server(lambda: connection(config, state, {}), "127.0.0.1", 0)
+    listener = await loop.create_server(lambda: connection(config, state, {}), host, port)
     try:
         yield listener.sockets[0].getsockname()[1]
     finally:
