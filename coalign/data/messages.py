@@ -376,6 +376,10 @@ class ContentGuard:
         """Whether the value spells a special token that stays text."""
         return self.protect(value) is not value
 
+    def find_marker(self, text: str, end: int) -> int:
+        """Return where the last special token of a text before ``end`` begins; 0 if there is none."""
+        return max((match.start() for match in self._marker.finditer(text, 0, end)), default=0)
+
     def tokenize(self, text: str, *, special: bool = False) -> list[int]:
         """Tokenise a text of protected contents, with the tokenizer's BOS and EOS only if ``special``."""
         if self._code not in check_length(text):

@@ -335,7 +335,7 @@ class Episode(Conversation):
         else:
             prompt, images = self.rendering.render_prompt(sent, tools, KEEPS_SPECIAL_TOKENS in self.row)
             parent = self.tree.find_by_tokens(prompt)
-            start = len(parent.path_tokens) if parent else 0
+            start = parent.start + len(parent.tokens) if parent else 0
             added = prompt[start:]
             images = tuple(replace(span, start=span.start - start) for span in images if span.start >= start)
         state = json.dumps(sent[known:], sort_keys=True, default=str)

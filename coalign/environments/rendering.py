@@ -121,10 +121,13 @@ class Rendering:
     ) -> tuple[list[int], list[int]] | None:
         """Find the end of an assistant's turn before ``messages``, and the tokens that these add. None if they vary."""
         for answered in _ANSWERS:
-            without = self.guard.tokenize(template.render(_placeholder_conversation(answered, messages), tools))
-            followed = self.guard.tokenize(
-                template.render(_placeholder_conversation(answered, messages) + messages, tools, generation_prompt=True)
-            )
+            conversation = _placeholder_conversation(answered, messages)
+            short = template.render(conversation, tools)
+            long = template.render(conversation + messages, tools, generation_prompt=True)
+            # Tokens from a special token on do not depend on what precedes it, such as descriptions of many tools.
+            cut = self.guard.find_marker(short, max(0, short.find(_PLACEHOLDER)))
+            cut = cut if long.startswith(short[:cut]) else 0
+            without, followed = self.guard.tokenize(short[cut:]), self.guard.tokenize(long[cut:])
             shared = count_common_prefix(without, followed)
             if self._is_end_of_text(without[shared:]):
                 return self._find_ending(template, without[:shared], tools), followed[shared:]

@@ -50,6 +50,8 @@ class Turn:
     reward: float = 0.0
     messages: Sequence[Message] = ()  # those that it was asked with, and its answer once it is remembered
     tools: Tools | None = None
+    start: int = 0  # tokens before its own, in its path
+    digest: bytes = b""  # hash of its path's tokens
 
     @property
     def path(self) -> list[Turn]:
@@ -109,9 +111,11 @@ class TurnTree:
 
     def add(self, turn: Turn) -> None:
         """Add a turn that has ended, and number it."""
-        turn.number = len(self.turns)
+        path = turn.path_tokens
+        turn.number, turn.start = len(self.turns), len(path) - len(turn.tokens)
         self.turns.append(turn)
-        self._by_tokens[_hash_tokens(turn.path_tokens)] = turn
+        key = _, turn.digest = _hash_tokens(path)
+        self._by_tokens[key] = turn
 
     def remember(self, turn: Turn, answer: Message) -> None:
         """Let a turn be found by the messages that it was asked with, and its ``answer`` behind them."""

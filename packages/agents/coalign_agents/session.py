@@ -65,7 +65,7 @@ class EpisodeSession:
                 self._unread[key] = task
             raise
         first, _ = turns[0]
-        return len(first.path_tokens) - len(first.tokens), [answer for _, answer in turns]
+        return first.start, [answer for _, answer in turns]
 
     def close(self) -> None:
         """Answer nothing more. What nobody has read did nothing for the reward, and is not trained on."""
@@ -116,7 +116,7 @@ class EpisodeSession:
         episode = self.episode
         decode = episode.rendering.tokenizer.decode
         prompt_end = str(decode((turn.added or turn.path_tokens)[-PROMPT_END:]))
-        seed = f"{turn.stream}/{turn.path_tokens}"
+        seed = f"{turn.stream}/{turn.digest.hex()}"
         answer, unreadable = read_answer(turn, question, self._read, prompt_end, seed)
         if unreadable:
             episode.count("tool_failed/bad_json", unreadable)
