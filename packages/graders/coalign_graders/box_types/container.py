@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 import socket
+import tempfile
 from collections.abc import Mapping
 
 from coalign_graders.box_types.command_box import MAX_OUTPUT, CommandBox, Ended, call_program, require_program
@@ -28,7 +29,9 @@ class ContainerBox(CommandBox):
         for name, limit in {"nofile": 4096, "nproc": 4096, "core": 0, "fsize": config.file_mb * 2**20}.items():
             argv += ["--ulimit", f"{name}={limit}:{limit}"]
         await self._do(*argv, *config.options, config.image or "", _LIFETIME)
-        await self._do("exec", self.name, "mkdir", "-p", "/work")
+        with tempfile.TemporaryDirectory() as folder:  # `mkdir` in the box may lack the right, or be somebody's program
+            os.chmod(folder, 0o777)
+            await self._do("cp", f"{folder}/.", f"{self.name}:/work")
 
     async def save(self) -> str:
         image = f"localhost/{self.name}-{secrets.token_hex(4)}"

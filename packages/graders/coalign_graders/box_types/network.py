@@ -24,7 +24,9 @@ def listen(port: int, network: int | None) -> tuple[socket.socket, int]:
     def enter() -> tuple[socket.socket, int]:
         libc = ctypes.CDLL(None, use_errno=True)
         if (libc.unshare(_CLONE_NEWNET) if network is None else libc.setns(network, _CLONE_NEWNET)) != 0:
-            raise OSError(ctypes.get_errno(), f"entering a box's network: {os.strerror(ctypes.get_errno())} (needs root)")
+            raise OSError(
+                ctypes.get_errno(), f"entering a box's network: {os.strerror(ctypes.get_errno())} (needs root)"
+            )
         with socket.socket() as control:
             fcntl.ioctl(control, _SET_FLAGS, struct.pack("16sH22x", b"lo", _UP))
         listener = socket.create_server(("127.0.0.1", port))
@@ -34,9 +36,7 @@ def listen(port: int, network: int | None) -> tuple[socket.socket, int]:
         return pool.submit(enter).result()
 
 
-async def relay(
-    port: int, free: asyncio.Semaphore, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> None:
+async def relay(port: int, free: asyncio.Semaphore, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Pass bytes between a connection and 127.0.0.1:``port`` until one of them ends; hang up if none is ``free``."""
     with suppress(ConnectionError):
         if free.locked():
