@@ -33,7 +33,7 @@ class BubblewrapBox(CommandBox):
         for folder in (self._folder, self._folder / "work", self._folder / "tmp"):
             folder.mkdir(mode=0o700)
         if self.config.image:
-            await require_program("cp", "-a", "--", f"{self.config.image}/.", f"{self._folder}/work")
+            await require_program("cp", "-a", "--", f"{os.path.abspath(self.config.image)}/.", f"{self._folder}/work")
         await self._give(self._folder)
         code, _, err = await self._execute(["true"], 60.0, b"", {})
         if code != 0:

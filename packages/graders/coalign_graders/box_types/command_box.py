@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -143,8 +144,9 @@ async def call_program(
 ) -> Ended:
     """Run a program of this machine; its process group is killed after ``seconds``, or if the caller is cancelled."""
     pipe = asyncio.subprocess.PIPE
+    folder = tempfile.gettempdir()  # podman leaves a file `oom` where it is called
     process = await asyncio.create_subprocess_exec(
-        *argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, pass_fds=pass_fds
+        *argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, pass_fds=pass_fds, cwd=folder
     )
     assert process.stdin and process.stdout and process.stderr  # all are pipes
     out, err = Output(limit), Output(MAX_OUTPUT)

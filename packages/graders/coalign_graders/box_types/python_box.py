@@ -9,8 +9,8 @@ from coalign_graders.boxes import SandboxConfig, open_sandbox
 from coalign_graders.sandbox import sandbox
 
 _JOB = Path(sandbox.__file__).with_name("job.py")
-# The box limits what Sandbox limits by landlock, rights and seccomp. Answers take the place of errors, which nobody reads.
-_READY = "ready\n"  # what is written before the code begins
+_READY = "ready\n"  # written before the code begins
+# A box limits what `landlock`, `rights` and `seccomp` do. Answers leave by the stream of errors, which nobody reads.
 _PROGRAM = r"""
 import json, os, sys, types
 task = json.load(sys.stdin.buffer)
