@@ -19,12 +19,14 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeGuard
 
 from coalign_graders.answers import remove_thoughts
+from coalign_graders.box_types.config import SandboxConfig
+from coalign_graders.box_types.python_box import PythonBox
 from coalign_graders.checker import parse_python, read_literal
 from coalign_graders.processors import count_processors
 from coalign_graders.sample import GradedSample
@@ -49,6 +51,7 @@ async def code(
     file_mb: int = 16,
     packages: bool = True,
     require: Sequence[str] = REQUIREMENTS,
+    sandbox: SandboxConfig | None = None,
 ) -> dict[str, float]:
     """The share of the row's tests that the code passes; with ``partial: false`` 1.0 for all of them, else 0.0.
 
@@ -66,7 +69,8 @@ async def code(
     Each test is a process of its own with ``seconds`` of wall-clock time. Tests not begun within ``total_seconds`` have
     failed (keep both together below the reward's `timeout`). SandboxLimits describes the other limits. ``packages``
     allows imports of installed packages. ``require`` lists what this machine must be able to limit; to ask for less is
-    a risk.
+    a risk. With ``sandbox`` each test is a process of Python in a box of its own, which that limits in place of
+    ``memory_mb``, ``processes``, ``file_mb`` and ``require``.
 
     Also logs `solved` (1.0 if all passed), `timed_out` (1.0 if a test ran out of time) and `forgeable`, the share of
     the row's tests that are judged beside the code. Raises KeyError or ValueError for a row without usable tests,
@@ -74,15 +78,19 @@ async def code(
     """
     tests = read_tests(_tests(sample, tests_key), sample.meta.get(entry_key) or _read_name(sample.meta.get("metadata")))
     limits = SandboxLimits(seconds, memory_mb, processes, output_kb, file_mb)
-    await asyncio.to_thread(require_limits, tuple(require), processes)
+    if sandbox is None:
+        await asyncio.to_thread(require_limits, tuple(require), processes)
+        opened = Sandbox(limits, packages=packages)
+    else:
+        opened = nullcontext(PythonBox(sandbox, limits, packages=packages))
     source, passed, timed_out = extract_code(sample.response, sample.prompt), 0, False
     started_at = time.monotonic()
-    async with Sandbox(limits, packages=packages) as sandbox:
+    async with opened as runner:
         for test in tests:
             if time.monotonic() - started_at > total_seconds:
                 timed_out = True
                 break
-            report = await sandbox.run(test.prepare(source), **test.request)
+            report = await runner.run(test.prepare(source), **test.request)
             passed += await asyncio.to_thread(test.passes, report)  # a second, if the code made its answer for that
             timed_out |= report.ended == "seconds"
             if not partial and not passed:

@@ -88,7 +88,7 @@ class Sandbox:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 cwd=folder,
-                env=_environment(folder),
+                env=list_variables(folder),
                 start_new_session=True,
                 limit=_REPORT_BYTES + 6 * 2 * (self.limits.output_kb << 10),  # JSON writes some characters as six
             )
@@ -138,7 +138,7 @@ class Sandbox:
             raise SandboxError("the sandbox's supervisor has ended unexpectedly; its errors are on stderr") from None
 
 
-def _environment(folder: str) -> dict[str, str]:
+def list_variables(folder: str) -> dict[str, str]:
     """The environment variables of the code. A fixed hash seed makes the order of sets, and so a reward, repeatable."""
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     # One arena, because each more of them takes 64 MB of address space.
