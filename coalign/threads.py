@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 Value = TypeVar("Value")
 CallResult = tuple[Any, BaseException | None]  # what a call returned, or what it raised
 
+_END_SECONDS = 10.0  # for tasks to end when their loop is closed
 _PARSER_LOCK = threading.RLock()
 _FOREIGN = "<foreign text>"
 warnings.filterwarnings("ignore", category=SyntaxWarning, module=_FOREIGN)  # its author does not read our stderr
@@ -167,10 +168,13 @@ class EventLoopThread:
         return "".join(traceback.format_stack(frame)) if frame else ""
 
     def close(self) -> None:
-        """Stop the loop. Tasks that still run are abandoned."""
+        """Stop the loop. Tasks that still run are cancelled, and end within some seconds or are abandoned."""
         self.call_soon(self.events.stop)
 
     def _run(self) -> None:
         self.events.run_forever()
-        self.events.run_until_complete(asyncio.sleep(0))  # tasks cancelled last get to see it
+        if tasks := asyncio.all_tasks(self.events):
+            for task in tasks:
+                task.cancel()
+            self.events.run_until_complete(asyncio.wait(tasks, timeout=_END_SECONDS))
         self.events.close()

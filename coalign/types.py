@@ -60,6 +60,7 @@ SEQUENCE_COLUMNS: Mapping[str, torch.dtype] = {
 
 UNKNOWN_EXPERT = -1  # in `routed_experts`: not recorded, so the router chooses itself
 SOURCE_KEY = "data_source"  # in every row of data: the source that it belongs to, by the row itself or by its file
+ENVIRONMENT_KEY = "environment"  # in rows of a run with several environments: the one that plays it
 
 
 class Status(IntEnum):

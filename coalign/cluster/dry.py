@@ -205,7 +205,7 @@ class _DryModel:
         ref = self._batch("generate", prompts)
         data, sources = ref.fetch(), self.cluster.sources([ref])
         batch = _responses(data, samples or self.context.samples_per_prompt)
-        if self.context.environment is not None:
+        if self.context.environments:
             nothing, messages = torch.zeros(batch.tokens_total), [[] for _ in range(len(batch))]
             branch = torch.zeros(len(batch), dtype=torch.int32)
             states = batch["loss_mask"].long()

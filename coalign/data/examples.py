@@ -18,7 +18,7 @@ from coalign.data.messages import Message
 from coalign.data.reader import RowReader
 from coalign.data.sources import BadRow, SourceRow
 from coalign.data.templates import Template, get_bos, locate_images
-from coalign.types import SEQUENCE_COLUMNS, SOURCE_KEY, TOKEN_COLUMNS, ImageSpan
+from coalign.types import ENVIRONMENT_KEY, SEQUENCE_COLUMNS, SOURCE_KEY, TOKEN_COLUMNS, ImageSpan
 
 KEEPS_SPECIAL_TOKENS = "_keep_special_tokens"
 # Keys added to each row: the name of its source, and its number there. The third is added only for a source that may
@@ -123,7 +123,7 @@ class RowEncoder(ABC):
         self, name: str, config: DataConfig, source: SourceConfig, template: Template, limits: Sequence[RowLimit] = ()
     ) -> None:
         self.name = name
-        self.source = source.called
+        self.source, self.environment = source.called, source.environment
         self.config = config
         self.reader = RowReader(config, source, template.placeholders and template.placeholders.open_rows())
         self.limits = RowLimit.choose(getattr(config, self.longest), f"data.{self.longest}", limits)
@@ -252,6 +252,8 @@ class RowEncoder(ABC):
             example.row.update(zip(MARKS, marks, strict=False))
             named = example.row.get(SOURCE_KEY)
             example.row[SOURCE_KEY] = self.source if named is None else str(named)
+            if self.environment is not None:
+                example.row.setdefault(ENVIRONMENT_KEY, self.environment)
         return examples
 
     def truncate(self, example: Example) -> Example:

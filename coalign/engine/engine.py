@@ -35,6 +35,7 @@ from coalign.engine.flow import (
 from coalign.engine.progress import Progress
 from coalign.engine.reference import BaseWeights
 from coalign.engine.reward import Reward
+from coalign.engine.rollouts.bundle import describe_sources
 from coalign.engine.rollouts.selection import build_group_selection
 from coalign.engine.rollouts.unfinished import CompleteGroups, UnfinishedGroups
 from coalign.roles import Rollout, Scorer
@@ -306,7 +307,8 @@ class Engine:
         """Compute metrics on held-out prompts; by default mean@n and pass@k of the policy's rewards."""
         samples = self.config.runtime.eval_samples
         out = self.policy.generate(prompts, samples=samples, **self.eval_sampling)
-        return self.apply(score, out, self.reward.forward_step(out), prompts=len(prompts), samples=samples)
+        scored = self.apply(score, out, self.reward.forward_step(out), prompts=len(prompts), samples=samples)
+        return self.apply(describe_sources, scored, by_environment=True) if self.config.rollout.environments else scored
 
     def generate(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse a flow of an earlier version."""
@@ -368,7 +370,8 @@ class Engine:
         if (function := self.read_section("advantage")) is None:
             raise ValueError(f"advantage: `{self.config.algorithm}` needs it; name a function (`group`, `gae`, …)")
         truncated, covariance = self.read_section("truncated"), self.read_section("covariance")
-        in_rows = count_episode_tokens if self.config.rollout.fn != "single_turn" else None
+        rollout = self.config.rollout
+        in_rows = count_episode_tokens if rollout.fn != "single_turn" or rollout.environments else None
         return chain(truncated, self.shaping, function, covariance, in_rows, main=function)
 
     def apply(self, fn: Callable[..., Any] | FunctionChain, *batches: BatchRef | Future, **arguments: Any) -> Future:

@@ -235,6 +235,8 @@ class Environment:
             batch = self.cluster.apply(describe, batch, version=version)
             if len(self.loader.sources) > 1:
                 batch = self.cluster.apply(describe_sources, batch)
+            if self.unfinished.config.environments:
+                batch = self.cluster.apply(describe_sources, batch, by_environment=True)
         taken = batch.result()
         if not len(taken):  # the pool was not empty
             raise RuntimeError(f"step {version + 1}: replay.fn returned no samples, so there is nothing to train on")
@@ -252,8 +254,11 @@ class Environment:
         text, selection = f"step {version + 1}: there is no group to train on", self.selection
         rounds = f"{stats['rollout/rounds'].value:g} rollouts"
         if "episode/empty" in stats and stats["episode/empty"].value == 1:
-            name = self.unfinished.config.fn
-            return f"{text}: the environment `{name}` (rollout.fn) has asked the policy for no turn"
+            rollout = self.unfinished.config
+            name, key = (
+                (", ".join(rollout.environments), "environments") if rollout.environments else (rollout.fn, "fn")
+            )
+            return f"{text}: the environment `{name}` (rollout.{key}) has asked the policy for no turn"
         if selection.filter is None:
             return f"{text}: every sample failed, or none came to its end in {rounds}"
         dropped = int(stats["filter/dropped"].value) if "filter/dropped" in stats else 0

@@ -14,7 +14,7 @@ from coalign.hub import find_directory
 from coalign.weights.model_files import TOKENIZER_FILES
 
 if TYPE_CHECKING:
-    from coalign.environments.loop import EnvironmentFunction
+    from coalign.environments.loop import Environments
 
 
 def find_tokenizer_name(config: RunConfig) -> tuple[str, bool]:
@@ -112,13 +112,13 @@ def _tokens(directory: Path) -> dict[str, int] | None:
     return vocabulary | {token["content"]: token["id"] for token in content.get("added_tokens", ())}
 
 
-def check_template(environment: EnvironmentFunction | None, config: RunConfig) -> None:
+def check_template(environments: Environments, config: RunConfig) -> None:
     """Refuse arguments that the chat template never reads, and one without a place for the tools of an environment.
 
     Such an environment has the attribute ``shows_tools``.
     """
     given, arguments = config.data.chat_template, config.data.chat_template_kwargs
-    shows_tools = environment is not None and getattr(environment.fn, "shows_tools", False)
+    shows_tools = [e.name for e in environments.values() if getattr(e.fn, "shows_tools", False)]
     if not (arguments or shows_tools):
         return
     name, _ = find_tokenizer_name(config)
@@ -135,6 +135,6 @@ def check_template(environment: EnvironmentFunction | None, config: RunConfig) -
     if shows_tools and not reads_tools(jinja):
         which = f"that of the tokenizer in {name}" if given == "auto" else f"`{given:.40}`"
         raise ValueError(
-            f"data.chat_template: `rollout.fn: {config.rollout.fn}` shows tools to the policy, and the chat template, "
+            f"data.chat_template: the environment `{shows_tools[0]}` shows tools to the policy, and the chat template, "
             f"{which}, has no place for them (it never reads `tools`); set one that has"
         )

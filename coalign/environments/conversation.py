@@ -7,10 +7,11 @@ from collections.abc import Coroutine, Mapping, Sequence
 from random import Random
 from typing import Any
 
+from coalign.config.errors import located_at
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import RolloutConfig
 from coalign.environments.episode import Episode
-from coalign.environments.loop import EnvironmentFunction
+from coalign.environments.loop import EnvironmentFunction, Environments
 from coalign.processes.function_process import is_coroutine_function, share_pool
 from coalign.threads import CallTimeout, call_in_thread
 
@@ -93,14 +94,19 @@ async def limit_time(call: Coroutine[Any, Any, Any], seconds: float) -> Any:
         raise
 
 
-def find_environment(config: RolloutConfig) -> EnvironmentFunction | None:
-    """The environment that `rollout` names; None for `single_turn`, which policies do without an episode.
+def find_environments(config: RolloutConfig) -> Environments:
+    """The environments that `rollout` names; none for `single_turn` alone, which policies do without an episode.
 
     Raises ConfigError for wrong arguments, ValueError for an unknown function, TypeError for a function that is not an
     environment.
     """
-    fn = resolve(config.fn, config.home)
-    arguments = bind(fn, config.arguments, "rollout")
-    if fn is single_turn:
-        return None
-    return EnvironmentFunction(fn, arguments, config.timeout)
+    environments = {}
+    for key, section in (config.environments or {"": config}).items():
+        path = ("rollout", "environments", key) if key else ("rollout",)
+        with located_at(*path, "fn"):
+            fn = resolve(section.fn, config.home)
+            arguments = bind(fn, section.arguments, ".".join(path))
+            if fn is single_turn and not key:
+                return {}
+            environments[key] = EnvironmentFunction(fn, arguments, section.timeout or config.timeout, key)
+    return environments

@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+from coalign.config.errors import suggest
 from coalign.config.schema import RunConfig
+from coalign.data.examples import MARKS
 from coalign.environments.episode import EnvironmentClock, Episode, OutOfTokens
 from coalign.interpreter_watch import InterpreterWatch
 from coalign.processes.function_process import close_pools, is_coroutine_function
 from coalign.threads import EventLoopThread
-from coalign.types import Status
+from coalign.types import ENVIRONMENT_KEY, Status
 
 _GRACE = 10.0  # seconds after an environment's timeout at which its event loop counts as blocked
 _MIN_HOLD_SECONDS = 30.0  # for which the interpreter may be held while an environment runs
@@ -30,11 +32,15 @@ class EnvironmentBlocked(RuntimeError):
 
 @dataclass(frozen=True)
 class EnvironmentFunction:
-    """A coroutine function of one ``episode`` or of a ``group``, its configuration, and its ``timeout`` in seconds."""
+    """A coroutine function of one ``episode`` or of a ``group``, its configuration, and its ``timeout`` in seconds.
+
+    ``key`` is its name in `rollout.environments`, empty for the only environment of a run.
+    """
 
     fn: Callable[..., Coroutine[Any, Any, Any]]
     arguments: Mapping[str, Any] = field(default_factory=dict)
     timeout: float = 300.0
+    key: str = ""
 
     def __post_init__(self) -> None:
         name = self.name
@@ -49,7 +55,7 @@ class EnvironmentFunction:
 
     @property
     def name(self) -> str:
-        return getattr(self.fn, "__name__", type(self.fn).__name__)
+        return self.key or getattr(self.fn, "__name__", type(self.fn).__name__)
 
     def check(self, samples: Mapping[str, int]) -> None:
         """Let the function refuse (ValueError) its arguments, or the number of samples of a prompt.
@@ -60,17 +66,30 @@ class EnvironmentFunction:
         if hasattr(self.fn, "check"):
             self.fn.check(samples, **self.arguments)
 
-    def split(self, episodes: Sequence[Episode]) -> list[list[Episode]]:
-        """Split the episodes into those of each call."""
-        if self.grouped:
-            return [list(some) for _, some in groupby(episodes, key=lambda episode: episode.group)]
-        return [[episode] for episode in episodes]
+
+Environments = Mapping[str, EnvironmentFunction]  # by their keys
+
+
+def choose_environment(environments: Environments, row: Mapping[str, Any]) -> EnvironmentFunction:
+    """Return the environment that a row of data names, or the only one. ValueError if it names none of several."""
+    if "" in environments:
+        return environments[""]
+    name = row.get(ENVIRONMENT_KEY)
+    if not isinstance(name, str) or name not in environments:
+        source, number = (row.get(mark, "?") for mark in MARKS[:2])
+        problem = "no environment" if name is None else f"the environment {name!r}"
+        raise ValueError(
+            f"row {number} of {source} names {problem}, and rollout.environments has {', '.join(environments)}: set "
+            f"`{ENVIRONMENT_KEY}` in the row or its source{suggest(str(name), environments) if name else ''}"
+        )
+    return environments[name]
 
 
 @dataclass(eq=False)
 class EnvironmentCall:
     """One call of an environment, and how it failed."""
 
+    environment: EnvironmentFunction
     episodes: list[Episode]
     clock: EnvironmentClock
     over: bool = False
@@ -99,7 +118,7 @@ class EnvironmentLoop(EventLoopThread):
         """Start to watch the interpreter, if it is not watched yet, for a ``batch`` that begins."""
         self._batches = [*(earlier for earlier in self._batches if not earlier.done), batch]
         if self._watch is None:
-            self._watch = InterpreterWatch(f"environment '{batch.environment.name}'", self._find_limit)
+            self._watch = InterpreterWatch(f"environment {batch.names}", self._find_limit)
 
     def close(self) -> None:
         if self._watch is not None:
@@ -111,12 +130,12 @@ class EnvironmentLoop(EventLoopThread):
         """Return for how many seconds the interpreter may be held."""
         batches = self._batches
         running = [batch for batch in batches if not batch.done]
-        longest = max(batch.environment.timeout for batch in running or batches)
+        longest = max(batch.timeout for batch in running or batches)
         return max(longest + _GRACE, _MIN_HOLD_SECONDS if running else _IDLE_HOLD_SECONDS)
 
 
 class EnvironmentBatch:
-    """The environments of one batch, started at once. A loop may run several batches.
+    """The episodes of one batch, whose environments are started at once. A loop may run several batches.
 
     Once ``min_groups`` groups are done, the episodes of the others end as PARTIAL.
     """
@@ -124,13 +143,19 @@ class EnvironmentBatch:
     def __init__(
         self,
         loop: EnvironmentLoop,
-        environment: EnvironmentFunction,
+        environments: Environments,
         episodes: Sequence[Episode],
         min_groups: int | None = None,
     ) -> None:
         self.loop = loop
-        self.environment = environment
-        self.calls = [self._call(episodes) for episodes in environment.split(episodes)]
+        self.timeout = max(environment.timeout for environment in environments.values())
+        self.names = ", ".join(f"'{environment.name}'" for environment in environments.values())
+        self.calls: list[EnvironmentCall] = []
+        for _, samples in groupby(episodes, key=lambda episode: episode.group):
+            group = list(samples)
+            environment = choose_environment(environments, group[0].row)
+            split = [group] if environment.grouped else [[episode] for episode in group]
+            self.calls += [self._call(environment, episodes) for episodes in split]
         self._min_groups = min_groups
         self._left = Counter(call.group for call in self.calls)  # calls of each group that are not done
         self._tasks: dict[EnvironmentCall, asyncio.Task[None]] = {}  # those under way
@@ -150,7 +175,7 @@ class EnvironmentBatch:
 
         Raises EnvironmentBlocked if an environment blocks the loop, and with it all timeouts.
         """
-        loop, limit = self.loop, self.environment.timeout + _GRACE
+        loop, limit = self.loop, self.timeout + _GRACE
         while seconds > 0:
             patience = max(0.0, min(seconds, limit - loop.silence))
             if loop.news.wait(patience):
@@ -165,7 +190,7 @@ class EnvironmentBatch:
         self.loop.silence = 0.0
         if self.loop.is_blocked(_GRACE):  # otherwise all environments wait for a service
             raise EnvironmentBlocked(
-                f"an environment has blocked its event loop for {self.environment.timeout:g} s: it must await whatever "
+                f"an environment has blocked its event loop for {self.timeout:g} s: it must await whatever "
                 "takes time (coalign.threads.call_in_thread for plain functions). It is here:\n"
                 + self.loop.format_stack()
             )
@@ -181,17 +206,19 @@ class EnvironmentBatch:
             self._tasks[call] = self.loop.events.create_task(self._run(call))
         self._check()
 
-    def _call(self, episodes: list[Episode]) -> EnvironmentCall:
-        call = EnvironmentCall(episodes, EnvironmentClock(self.environment.timeout, lambda: self._expire(call)))
+    def _call(self, environment: EnvironmentFunction, episodes: list[Episode]) -> EnvironmentCall:
+        clock = EnvironmentClock(environment.timeout, lambda: self._expire(call))
+        call = EnvironmentCall(environment, episodes, clock)
         for episode in episodes:
             episode.clock = call.clock
         return call
 
     async def _run(self, call: EnvironmentCall) -> None:
         call.clock.start()
+        environment = call.environment
         try:
-            argument = call.episodes if self.environment.grouped else call.episodes[0]
-            await self.environment.fn(argument, **self.environment.arguments)
+            argument = call.episodes if environment.grouped else call.episodes[0]
+            await environment.fn(argument, **environment.arguments)
         except asyncio.CancelledError as error:
             if call in self._tasks:  # the environment cancelled itself
                 call.reason, call.error = "cancelled", error
@@ -203,7 +230,7 @@ class EnvironmentBatch:
         self._check()
 
     def _expire(self, call: EnvironmentCall) -> None:
-        seconds = self.environment.timeout
+        seconds = call.environment.timeout
         call.reason = "timeout"
         call.error = TimeoutError(f"the environment took more than {seconds:g} s beside the policy's turns")
         self._settle(call, Status.ERROR)
@@ -236,13 +263,15 @@ class EnvironmentBatch:
         self.loop.news.set()
 
 
-def check_environment(environment: EnvironmentFunction, config: RunConfig) -> None:
-    """Refuse wrong arguments of an environment, and a number of samples per prompt that it cannot play."""
+def check_environments(environments: Environments, config: RunConfig) -> None:
+    """Refuse wrong arguments of environments, and a number of samples per prompt that one cannot play."""
     keys = ["samples_per_prompt", *(["eval_samples"] if config.data.eval else [])]
-    environment.check({f"runtime.{key}": getattr(config.runtime, key) for key in keys})
+    for environment in environments.values():
+        environment.check({f"runtime.{key}": getattr(config.runtime, key) for key in keys})
     spread = [name for name, model in config.models.items() if model.spread_samples]
-    if environment.grouped and spread:
+    grouped = [environment.name for environment in environments.values() if environment.grouped]
+    if grouped and spread:
         raise ValueError(
-            f"models.{spread[0]}.spread_samples: `{config.rollout.fn}` plays the samples of a prompt together, so "
+            f"models.{spread[0]}.spread_samples: `{grouped[0]}` plays the samples of a prompt together, so "
             "they have to be on one replica; leave it out"
         )

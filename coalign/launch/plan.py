@@ -50,7 +50,7 @@ from coalign.roles import Context, Rollout, Scorer, Trainable
 from coalign.weights.sync.sync import check_syncs
 
 if TYPE_CHECKING:
-    from coalign.environments.loop import EnvironmentFunction
+    from coalign.environments.loop import Environments
 
 ROLES = {Rollout: "sample", Scorer: "score", Trainable: "learn"}
 # Settings that only models of some roles read.
@@ -204,13 +204,8 @@ def prepare(config: RunConfig, *, join: bool = True, devices: int | None = None)
         check_copies(config)
         check_resume(config)
         check_stream(config)
-        with located_at("rollout", "fn"):
-            environment = _find_environment(config)
-        if environment is not None:
-            from coalign.environments.loop import check_environment
-
-            check_environment(environment, config)
-        check_template(environment, config)
+        environments = _find_environments(config)
+        check_template(environments, config)
         check_limits(config)
         names = ("advantage", "covariance", "truncated", "pairs", "kl", "filter", "replay")
         functions = {name: _bind(getattr(config, name), name) for name in names}
@@ -222,9 +217,9 @@ def prepare(config: RunConfig, *, join: bool = True, devices: int | None = None)
         compared = _count_compared(functions["pairs"], config)
         syncs = [pair for pair in recipe.sync if configs.keys() >= {*pair}]
         check_cluster(config, syncs)
-        models = _plan_models(planned_roles, configs, config, loss, environment, compared, syncs)
+        models = _plan_models(planned_roles, configs, config, loss, environments, compared, syncs)
         _check_models(models, config, compared)
-        if any(reward.fn for reward in rewards) and environment is None:
+        if any(reward.fn for reward in rewards) and not environments:
             from coalign.backends.scorers.reward_functions import check_reward_lengths
 
             for policy in (model for model in models.values() if model.role is Rollout):
@@ -314,13 +309,16 @@ def _bind(section: Function | None, section_name: str) -> partial[Any] | None:
     return partial(fn, **bind(fn, section.arguments, section_name))
 
 
-def _find_environment(config: RunConfig) -> EnvironmentFunction | None:
-    """Find the environment that `rollout` names; None for `single_turn`, which policies do without an episode."""
-    if config.rollout.fn == "single_turn" and not config.rollout.arguments:
-        return None
-    from coalign.environments.conversation import find_environment
+def _find_environments(config: RunConfig) -> Environments:
+    """Find the environments that `rollout` names; none for `single_turn`, which policies do without an episode."""
+    if not config.rollout.has_episodes and not config.rollout.arguments:
+        return {}
+    from coalign.environments.conversation import find_environments
+    from coalign.environments.loop import check_environments
 
-    return find_environment(config.rollout)
+    environments = find_environments(config.rollout)
+    check_environments(environments, config)
+    return environments
 
 
 def _find_turn_weight(config: RunConfig) -> float:
@@ -402,7 +400,7 @@ def _plan_models(
     configs: Mapping[str, ModelConfig],
     config: RunConfig,
     loss: Objective | None,
-    environment: EnvironmentFunction | None,
+    environments: Environments,
     compared: int,
     syncs: Sequence[tuple[str, str]],
 ) -> dict[str, PlannedModel]:
@@ -441,7 +439,7 @@ def _plan_models(
             routing_replay=config.rollout.routing_replay and any(name in pair for pair in syncs),
             tokens_only=Rollout in roles.values(),
             recompute_kv=config.rollout.kv == "recompute",
-            environment=environment if role is Rollout else None,
+            environments=environments if role is Rollout else {},
             tokenizer=tokenizer,
             trust_tokenizer=trust_tokenizer,
             chat_template=template,

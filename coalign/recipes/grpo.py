@@ -154,7 +154,7 @@ class GiGPO(GRPO):
     @classmethod
     def check(cls, config, loss):
         super().check(config, loss)
-        if config.rollout.fn == "single_turn":
+        if not config.rollout.has_episodes:
             raise ValueError(
                 f"rollout.fn is 'single_turn': `{config.algorithm}` compares the turns of episodes; name an environment"
                 " (`tool_use`, `game`, …), or use `grpo`"

@@ -68,6 +68,7 @@ HEAVY = {
     "huggingface_hub": "hub.py",
     "gguf": "coalign_prepare/gguf.py",
     "httpx2": "coalign_graders/services/client.py",
+    "mcp": "coalign_agents/mcp.py",
     "cloudpickle": "processes/function_process.py",
     "matplotlib": ("report/plots.py",),
     "fsspec": "checkpoint/remote.py",

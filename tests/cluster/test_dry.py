@@ -8,7 +8,7 @@ import torch
 from coalign.cluster import dry
 from coalign.cluster.dry import DryCluster, draw_graph
 from coalign.config.schema import ModelConfig, RolloutConfig, RunConfig
-from coalign.environments.conversation import find_environment
+from coalign.environments.conversation import find_environments
 from coalign.roles import Context
 from coalign.types import Stat
 
@@ -57,7 +57,7 @@ def test_generate_gives_the_columns_of_the_design(cluster):
 
 def test_episodes_have_rewards_of_their_turns(cluster):
     context = Context(
-        samples_per_prompt=2, environment=find_environment(RolloutConfig(fn="tool_use", tools=["calculator"]))
+        samples_per_prompt=2, environments=find_environments(RolloutConfig(fn="tool_use", tools=["calculator"]))
     )
     cluster.spawn("player", ModelConfig(module="native"), context)
     out = cluster.models["player"].generate(dry.prompts()).result().fetch()

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from coalign.backends.engines.episodes import EpisodeRunner, EpisodesFailed
 from coalign.config.schema import RolloutConfig
 from coalign.data.batch import Batch
-from coalign.environments.conversation import find_environment
+from coalign.environments.conversation import find_environments
 from coalign.environments.episode import Episode
 from coalign.environments.loop import EnvironmentBlocked
 from coalign.roles import Context
@@ -169,7 +169,7 @@ def playing(directory, fn, name="native", timeout=120.0, samples=2):
     policy = build(name, directory, Context(model="policy", samples_per_prompt=samples, seed=5))
     context = replace(policy.context, tokenizer=str(directory))
     rollout = RolloutConfig(fn=f"tests.conformance.test_continuous:{fn}", timeout=timeout)
-    policy.runner = EpisodeRunner(find_environment(rollout), policy.tokenizer, context)
+    policy.runner = EpisodeRunner(find_environments(rollout), policy.tokenizer, context)
     return policy
 
 

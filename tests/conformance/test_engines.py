@@ -12,7 +12,7 @@ from coalign.backends.engines.episodes import EpisodeRunner
 from coalign.backends.engines.request import Request, begin_samples
 from coalign.config.schema import RolloutConfig, SamplingConfig
 from coalign.data.batch import Batch
-from coalign.environments.conversation import find_environment
+from coalign.environments.conversation import find_environments
 from coalign.environments.episode import Episode
 from coalign.types import SEQUENCE_COLUMNS, TOKEN_COLUMNS, Status
 from tests.backends.native.helpers import step
@@ -321,7 +321,7 @@ async def _three_turns(episode: Episode) -> None:
 def test_episodes_take_turns_with_token_ids_in_and_out(policy, directory):
     rollout = {"fn": "tests.conformance.test_engines:_three_turns", "timeout": 120.0}
     context = replace(policy.context, tokenizer=str(directory))
-    policy.runner = EpisodeRunner(find_environment(RolloutConfig(**rollout)), policy.tokenizer, context)
+    policy.runner = EpisodeRunner(find_environments(RolloutConfig(**rollout)), policy.tokenizer, context)
     try:
         out, stats = policy.generate(prompts(2))
         again, _ = policy.generate(prompts(2))

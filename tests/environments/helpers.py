@@ -97,7 +97,7 @@ def play(
     """The environment played to its end with each episode."""
     loop = EnvironmentLoop()
     try:
-        running = EnvironmentBatch(loop, EnvironmentFunction(fn, arguments, timeout), episodes, min_groups=min_groups)
+        running = EnvironmentBatch(loop, {"": EnvironmentFunction(fn, arguments, timeout)}, episodes, min_groups)
         while not running.done:
             running.wait()
         return running

@@ -33,10 +33,10 @@ async def look_twice(episode: Episode, *, url: str, file: str) -> None:
 
 
 def build(path: Path, images: ImagesConfig | None, **arguments: Any) -> NativeModule:
-    environment = EnvironmentFunction(look_twice, arguments)
+    environments = {"": EnvironmentFunction(look_twice, arguments)}
     vision = {} if images else None
     config = ModelConfig(load=str(path), vision=vision, sampling={"max_new_tokens": 9}, native={"max_sequences": 2})
-    module = NativeModule(config, Context(model="policy", seed=5, environment=environment, images=images))
+    module = NativeModule(config, Context(model="policy", seed=5, environments=environments, images=images))
     module.setup()
     return module
 

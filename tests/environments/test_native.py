@@ -15,7 +15,7 @@ from coalign.backends.engines.request import begin_samples
 from coalign.config.schema import ModelConfig, RolloutConfig
 from coalign.data.batch import Batch
 from coalign.data.templates import load_template, read_samples
-from coalign.environments.conversation import find_environment
+from coalign.environments.conversation import find_environments
 from coalign.rewards import episode as episode_reward
 from coalign.roles import Context
 from coalign.types import Status, Total
@@ -40,8 +40,8 @@ def module(
 ) -> NativeModule:
     config = {"module": "native", "load": str(directory), "sampling": {"max_new_tokens": tokens}}
     name = fn if ":" in fn or fn in ("tool_use", "self_play") else f"{HERE}:{fn}"
-    environment = find_environment(RolloutConfig(**({"fn": name, "timeout": timeout} | arguments)))
-    shared = {"tokenizer": str(directory), "environment": environment, "reasoning": reasoning}
+    environments = find_environments(RolloutConfig(**({"fn": name, "timeout": timeout} | arguments)))
+    shared = {"tokenizer": str(directory), "environments": environments, "reasoning": reasoning}
     made = NativeModule(
         ModelConfig(**config, native=native or {}), Context(samples_per_prompt=samples, seed=3, **shared)
     )

@@ -225,7 +225,7 @@ def test_a_loop_runs_several_batches_and_the_watch_has_the_limit_of_those_that_r
     try:
         timeouts = (200.0, 100.0)
         first, second = (
-            EnvironmentBatch(loop, EnvironmentFunction(waits, timeout=seconds), [episode(group=group)])
+            EnvironmentBatch(loop, {"": EnvironmentFunction(waits, timeout=seconds)}, [episode(group=group)])
             for group, seconds in enumerate(timeouts)
         )
         begun = time.monotonic()

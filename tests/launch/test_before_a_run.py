@@ -53,7 +53,7 @@ def test_a_template_without_room_for_tools_is_refused(tmp_path, template):
     prepare(load_config(config))
     config["rollout"] = {"fn": "tool_use", "tools": ["calculator"]}
     with pytest.raises(
-        ValueError, match=r"data\.chat_template: `rollout\.fn: tool_use` shows tools .* no place for them"
+        ValueError, match=r"data\.chat_template: the environment `tool_use` shows tools .* no place for them"
     ):
         prepare(load_config(config))
     config["data"]["chat_template"] = "{{ tools }}{{ messages[0].content }}"

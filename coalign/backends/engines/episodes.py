@@ -17,7 +17,7 @@ from coalign.data.batch import Batch
 from coalign.data.images.expansion import Placeholders
 from coalign.data.templates import load_template
 from coalign.environments.episode import Episode
-from coalign.environments.loop import EnvironmentBatch, EnvironmentCall, EnvironmentFunction, EnvironmentLoop
+from coalign.environments.loop import EnvironmentBatch, EnvironmentCall, EnvironmentLoop, Environments
 from coalign.environments.rendering import Rendering
 from coalign.environments.tree import ROW_COLUMNS
 from coalign.roles import Context
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from coalign.config.schema import SamplingConfig
 
 log = logging.getLogger(__name__)
+
+_MAX_FAILED_BATCHES = 4  # in a row, in which one of several environments fails in every call, before the run ends
 
 
 class EpisodesFailed(RuntimeError):
@@ -51,7 +53,7 @@ class EpisodeBatch(GenerationTask):
         self.capacity = min((limit for limit in limits if limit is not None), default=None)
         self.episodes = runner.create_episodes(samples, session.sampling, self)
         self.total = len(self.episodes)
-        self.running = EnvironmentBatch(runner.loop, runner.environment, self.episodes, min_groups)
+        self.running = EnvironmentBatch(runner.loop, runner.environments, self.episodes, min_groups)
 
     # ---- for the thread that steps
 
@@ -86,7 +88,11 @@ class EpisodeBatch(GenerationTask):
         if engine.experts is not None:
             experts = [row.leaf and row.leaf.experts for row in rows]
             out = out.with_(routed_experts=stack_experts(experts, out.lengths.tolist(), engine.experts))
-        return out, {**_merge_episode_stats(calls), **prefill}
+        stats = {**_merge_episode_stats(calls), **prefill}
+        for key in filter(None, self.runner.environments):
+            its_stats = _merge_episode_stats([call for call in calls if call.environment.key == key])
+            stats |= {name.replace("episode/", f"episode/{key}/", 1): metric for name, metric in its_stats.items()}
+        return out, stats
 
     # ---- for the episodes, on their event loop
 
@@ -132,17 +138,20 @@ class EpisodeBatch(GenerationTask):
 
 
 class EpisodeRunner:
-    """Plays the environment of a policy. ``placeholders``: what images become, of a policy that sees. longest: the most
-    tokens of a sample that later models can read."""
+    """Plays the environments of a policy.
+
+    ``placeholders``: what images become, of a policy that sees. longest: the most tokens of a sample that later models
+    can read.
+    """
 
     def __init__(
         self,
-        environment: EnvironmentFunction,
+        environments: Environments,
         tokenizer: PreTrainedTokenizerBase,
         context: Context,
         placeholders: Placeholders | None = None,
     ) -> None:
-        self.environment = environment
+        self.environments = environments
         self.tokenizer = tokenizer
         self.seed = context.seed
         self.longest = context.sample_tokens
@@ -151,6 +160,7 @@ class EpisodeRunner:
         self.rendering = Rendering(load_template(tokenizer, *settings, placeholders=placeholders))
         self.loop = EnvironmentLoop()
         self._shown: set[str] = set()  # reasons of failures whose traceback has been logged
+        self._failed_batches: Counter[str] = Counter()  # in a row, in which every call of an environment failed
 
     def close(self) -> None:
         self.loop.close()
@@ -158,9 +168,9 @@ class EpisodeRunner:
     def create_episodes(self, samples: Batch, sampling: SamplingConfig, policy: EpisodeBatch) -> list[Episode]:
         """Create the episodes of samples without a response. Raises ValueError for samples that have one."""
         if not torch.equal(samples.lengths, samples["prompt_length"].long()):
-            name = getattr(self.environment.fn, "__name__", "")
+            names = ", ".join(environment.name for environment in self.environments.values())
             raise ValueError(
-                f"rollout.fn: '{name}' cannot continue samples of an earlier call: the state of their environment is "
+                f"rollout: '{names}' cannot continue samples of an earlier call: the state of their environment is "
                 "gone; unset rollout.round_tokens"
             )
         caps = samples.get("max_new_tokens")
@@ -181,14 +191,24 @@ class EpisodeRunner:
         ]
 
     def report_failures(self, calls: Sequence[EnvironmentCall]) -> None:
-        """Log one traceback for each reason of failure; raise EpisodesFailed if every call failed."""
+        """Log one traceback for each reason of failure; raise EpisodesFailed if every call failed.
+
+        One of several environments may fail in all calls of a batch, but not of _MAX_FAILED_BATCHES in a row.
+        """
+        for key in self.environments:
+            self._report_failures(key, [call for call in calls if call.environment.key == key])
+
+    def _report_failures(self, key: str, calls: Sequence[EnvironmentCall]) -> None:
         failed = [call for call in calls if call.error is not None]
+        if calls:
+            self._failed_batches[key] = self._failed_batches[key] + 1 if len(failed) == len(calls) else 0
         if not failed:
             return
         first = failed[0]
         counts, cause = f"{len(failed)} of {len(calls)} calls", f"{first.reason}: {first.error}"
-        message = f"the environment failed in {counts}; first on group {first.group}: {cause}"
-        if len(failed) == len(calls):
+        name = f"environment '{key}'" if key else "environment"
+        message = f"the {name} failed in {counts}; first on group {first.group}: {cause}"
+        if self._failed_batches[key] >= (_MAX_FAILED_BATCHES if key else 1):
             raise EpisodesFailed(message) from first.error
         fresh = [call for call in failed if call.reason not in self._shown]
         self._shown.update(call.reason for call in failed)

@@ -82,9 +82,9 @@ class RolloutModule(Module):
         self.check_before_setup()
         self.engine = self.build(pretrained.read_config(self.config))
         self.engine.recomputes_kv = self.context.recompute_kv
-        if self.context.environment is not None:
+        if self.context.environments:
             placeholders = pretrained.read_placeholders(self.config, self.context.images)
-            self.runner = EpisodeRunner(self.context.environment, self.tokenizer, self.context, placeholders)
+            self.runner = EpisodeRunner(self.context.environments, self.tokenizer, self.context, placeholders)
 
     def forget_calls(self) -> None:
         self.stop_rolling()
@@ -130,8 +130,8 @@ class RolloutModule(Module):
         complete; then the others are cut. A sample that is cut, or that its round ends, is PARTIAL. overrides: fields
         of SamplingConfig. progress, on_token: see coalign.backends.engines.contract.
 
-        Returns prompt + response with the columns of docs/design.md section 3. With an environment
-        (context.environment) episodes are played from their beginning, and statistics `episode/…` are returned, too
+        Returns prompt + response with the columns of docs/design.md section 3. With
+        context.environments episodes are played from their beginning, and statistics `episode/…` are returned, too
 
         Raises pydantic.ValidationError for a bad override, ValueError for a prompt that can never fit and for parts of
         episodes, RuntimeError while the loaded weights are incomplete.

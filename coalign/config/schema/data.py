@@ -29,6 +29,8 @@ class SourceConfig(Section):
     None: the file's name without its ending. Several may share one."""
     weight: Drawn[NonNegativeFloat] = 1.0
     """Probability of drawing from this source, relative to the others'."""
+    environment: str | None = None
+    """A key of `rollout.environments`: what plays its rows, unless a row has its own under the key `environment`."""
     prompt_key: str | None = None
     """Key of the prompt in its rows; None: `data.prompt_key`."""
     answer_key: str | None = None

@@ -9,6 +9,17 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from coalign.config.errors import Conflict
 from coalign.config.schema.section import Function, Probability, Section
 
+EnvironmentName = Annotated[str, Field(pattern=r"^[\w-]+$")]
+
+
+class EnvironmentConfig(Function):
+    """One of several environments: a function of coalign.environments, or a dotted path, and its arguments."""
+
+    home = "coalign.environments"
+
+    timeout: PositiveFloat | None = None
+    """In place of `rollout.timeout`."""
+
 
 class RolloutConfig(Function):
     """The environment that produces samples: a function of coalign.environments, or a dotted path; and its limits."""
@@ -16,6 +27,11 @@ class RolloutConfig(Function):
     home = "coalign.environments"
 
     fn: str = "single_turn"
+    environments: Annotated[
+        dict[EnvironmentName, EnvironmentConfig], Field(examples=[{"sums": {"fn": "single_turn"}}])
+    ] = {}
+    """In place of `fn`: several environments by name. Each row of data names its own (`environment` of its source, or
+    of the row itself)."""
     timeout: PositiveFloat = 300.0
     """Seconds that an environment may take besides the policy's turns, before its sample counts as failed."""
     oversample: Annotated[float, Field(ge=1.0)] = 1.0
@@ -41,11 +57,20 @@ class RolloutConfig(Function):
     """Limit of new tokens of all samples of a prompt together, over all rounds and turns. Each sample gets an equal
     share, and is truncated at its end."""
 
+    @property
+    def has_episodes(self) -> bool:
+        """Whether samples are played by environments; policies do `single_turn` alone without."""
+        return bool(self.environments) or self.fn != "single_turn"
+
     def check(self) -> None:
-        if self.round_tokens is not None and self.fn != "single_turn":
+        if self.environments and (self.fn != "single_turn" or self.arguments):
+            keys = ", ".join(["fn", *self.arguments])
+            raise Conflict(("environments",), f"is set beside {keys} of one environment: keep one of the two forms")
+        if self.round_tokens is not None and self.has_episodes:
+            names = ", ".join(self.environments) or self.fn
             raise Conflict(
                 ("round_tokens",),
-                f"is set, and the environment `{self.fn}` cannot be cut in the middle of an episode: leave it out, or "
+                f"is set, and the environment `{names}` cannot be cut in the middle of an episode: leave it out, or "
                 "use `fn: single_turn` (`oversample` works with every environment)",
             )
 

@@ -110,6 +110,7 @@ class RunConfig(Section):
 
     def check(self) -> None:
         self._check_model_names()
+        self._check_environments()
         self._check_rewards()
         self._check_lengths()
 
@@ -131,6 +132,14 @@ class RunConfig(Section):
             if model.spread_samples and self.rollout.oversample > 1:
                 why = "ends a rollout by groups that are complete, which no replica sees where samples are spread"
                 raise Conflict(("models", name, "spread_samples"), f"rollout.oversample {why}; leave one of them out")
+
+    def _check_environments(self) -> None:
+        names = self.rollout.environments
+        for split, sources in (("train", self.data.train), ("eval", self.data.eval)):
+            for index, source in enumerate(sources):
+                if source.environment is not None and source.environment not in names:
+                    problem = f"there is no '{source.environment}' in rollout.environments"
+                    raise Conflict(("data", split, index, "environment"), problem + suggest(source.environment, names))
 
     def _check_rewards(self) -> None:
         check_rewards(self.reward)

@@ -14,7 +14,18 @@ from coalign.data.batch import Batch
 from coalign.engine.rollouts.pool import list_groups
 from coalign.engine.rollouts.selection import find_sources
 from coalign.engine.rollouts.unfinished import find_oldest_versions
-from coalign.types import Max, Metric, Moments, Stat, Stats, Status, Total, merge_stats
+from coalign.types import (
+    ENVIRONMENT_KEY,
+    SOURCE_KEY,
+    Max,
+    Metric,
+    Moments,
+    Stat,
+    Stats,
+    Status,
+    Total,
+    merge_stats,
+)
 
 METRIC_TYPES = {metric.__name__: metric for metric in get_args(Metric)}
 
@@ -108,14 +119,17 @@ def describe(
     return stats
 
 
-def describe_sources(rows: list[dict[str, Any]], group: Tensor, reward: Tensor | None = None) -> dict[str, Metric]:
-    """Metrics of each source of a batch that is trained on: samples, groups and mean reward."""
+def describe_sources(
+    rows: list[dict[str, Any]], group: Tensor, reward: Tensor | None = None, *, by_environment: bool = False
+) -> dict[str, Metric]:
+    """Metrics of each source, or environment, of a batch that is trained on: samples, groups and mean reward."""
     stats: dict[str, Metric] = {}
-    for source, is_of_source in find_sources(rows).items():
-        stats[f"source/{source}/samples"] = Total(float(is_of_source.sum()))
-        stats[f"source/{source}/groups"] = Total(float(len(group[is_of_source].unique())))
+    prefix, key = ("episode", ENVIRONMENT_KEY) if by_environment else ("source", SOURCE_KEY)
+    for source, is_of_source in find_sources(rows, key).items():
+        stats[f"{prefix}/{source}/samples"] = Total(float(is_of_source.sum()))
+        stats[f"{prefix}/{source}/groups"] = Total(float(len(group[is_of_source].unique())))
         if reward is not None:
-            stats[f"source/{source}/reward"] = Stat.of(reward, is_of_source & reward.isfinite())
+            stats[f"{prefix}/{source}/reward"] = Stat.of(reward, is_of_source & reward.isfinite())
     return stats
 
 

@@ -135,10 +135,10 @@ def filter_groups(
     return batch.select(passed[member]), stats
 
 
-def find_sources(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Return a mask of the rows, bool[N], for each source."""
-    names = [row.get(SOURCE_KEY, "") for row in rows]
-    return {source: torch.tensor([name == source for name in names]) for source in sorted(set(names))}
+def find_sources(rows: Sequence[Mapping[str, Any]], key: str = SOURCE_KEY) -> dict[str, Tensor]:
+    """Return a mask of the rows, bool[N], for each source, or for each value of another ``key``."""
+    names = [row.get(key, "") for row in rows]
+    return {name: torch.tensor([other == name for other in names]) for name in sorted(set(names))}
 
 
 class _ResponseLengths:

@@ -28,6 +28,7 @@ from coalign.services import PATIENCE, ServiceError
 from coalign.threads import CallTimeout
 from coalign.types import Status
 from coalign_agents.calculator import calculator
+from coalign_agents.mcp import McpServer, McpTool, is_server, open_servers
 from coalign_serve.formats import ToolError, ToolRequest
 
 __all__ = ["calculator"]
@@ -123,22 +124,32 @@ class _Toolbox:
     A tool that raises ServiceError is called again for ``patience`` seconds.
     """
 
-    tools: Mapping[str, _Tool]
+    tools: Mapping[str, _Tool | McpTool]
     timeout: float
     max_chars: int
     patience: float = PATIENCE
 
     @staticmethod
     def build(
-        configs: Sequence[str | Mapping[str, Any]], *, timeout: float, max_chars: int, patience: float = PATIENCE
+        configs: Sequence[str | Mapping[str, Any]],
+        served: Mapping[int, Sequence[McpTool]] = {},
+        *,
+        timeout: float,
+        max_chars: int,
+        patience: float = PATIENCE,
     ) -> _Toolbox:
-        """Build every tool. Raises what `_build_tool` raises, and ValueError for two tools of the same name."""
-        tools = [_build_tool(config, f"rollout.tools[{i}]") for i, config in enumerate(configs)]
-        names = [tool.name for tool in tools]
-        for i, name in enumerate(names):
-            if name in names[:i]:
-                raise ValueError(f"rollout.tools[{i}]: a second tool is called '{name}'; the policy tells them by name")
-        return _Toolbox({tool.name: tool for tool in tools}, timeout, max_chars, patience)
+        """Build every tool but those ``served`` by MCP servers, by their positions among the ``configs``.
+
+        Raises what `_build_tool` raises, and ValueError for two tools of the same name.
+        """
+        tools: dict[str, _Tool | McpTool] = {}
+        for i, config in enumerate(configs):
+            key = f"rollout.tools[{i}]"
+            for tool in served[i] if i in served else [_build_tool(config, key)]:
+                if tool.name in tools:
+                    raise ValueError(f"{key}: a second tool is called '{tool.name}'; the policy tells them by name")
+                tools[tool.name] = tool
+        return _Toolbox(tools, timeout, max_chars, patience)
 
     @property
     def descriptions(self) -> list[dict[str, Any]]:
@@ -202,32 +213,35 @@ async def tool_use(
 ) -> None:
     """Let the policy call tools and read their results, turn after turn, until a turn calls none, or for ``max_turns``.
 
-    The chat template shows the tools in the prompt. ``parser`` is the format of the calls: a function of
+    The chat template shows the tools in the prompt: functions, and those of MCP servers (coalign_agents.mcp), which are
+    started for the episode. ``parser`` is the format of the calls: a function of
     coalign_serve.formats, or a dotted path. The calls of one turn run concurrently. A call that cannot be read,
     an unknown tool, wrong arguments, an exception, or no result within ``tool_timeout`` seconds is reported to the
     policy, and counted. A tool that raises ServiceError (coalign.services) is called again for ``patience`` seconds;
     then its episode is dropped. A truncated turn calls nothing.
     """
     read = resolve(parser, "coalign_serve.formats")
-    box = _Toolbox.build(tools, timeout=tool_timeout, max_chars=max_result_chars, patience=patience)
-    episode.begin(tools=box.descriptions)
-    for turns_left in reversed(range(max_turns)):
-        turn = await episode.generate(max_new_tokens=tokens_per_turn)
-        text, calls = read(turn) if turn.status == Status.OK else (turn.text, [])
-        if not calls:
-            return
-        episode.messages[-1] = _to_message(text, calls)
-        if not turns_left:
-            episode.count("out_of_turns")
-            return
-        episode.say(*await box.answer(episode, calls))
+    async with open_servers(tools, episode, patience) as served:
+        box = _Toolbox.build(tools, served, timeout=tool_timeout, max_chars=max_result_chars, patience=patience)
+        episode.begin(tools=box.descriptions)
+        for turns_left in reversed(range(max_turns)):
+            turn = await episode.generate(max_new_tokens=tokens_per_turn)
+            text, calls = read(turn) if turn.status == Status.OK else (turn.text, [])
+            if not calls:
+                return
+            episode.messages[-1] = _to_message(text, calls)
+            if not turns_left:
+                episode.count("out_of_turns")
+                return
+            episode.say(*await box.answer(episode, calls))
 
 
 def _check_tools(
     samples: Mapping[str, int], *, tools: list[Any], parser: str, tool_timeout: float, max_result_chars: int, **_: Any
 ) -> None:
     resolve(parser, "coalign_serve.formats")
-    _Toolbox.build(tools, timeout=tool_timeout, max_chars=max_result_chars)
+    servers = {i: McpServer.build(config, f"rollout.tools[{i}]") for i, config in enumerate(tools) if is_server(config)}
+    _Toolbox.build(tools, dict.fromkeys(servers, ()), timeout=tool_timeout, max_chars=max_result_chars)
 
 
 tool_use.check, tool_use.shows_tools = _check_tools, True

@@ -14,7 +14,6 @@ from coalign.backends.scorers.reward_functions import resolve_reward
 from coalign.config import ConfigError
 from coalign.config.errors import ConfigProblem, Key, located_at, suggest
 from coalign.config.schema import SourceConfig
-from coalign.config.schema.rollout import RolloutConfig
 from coalign.data.examples import MARKS, Example, RowEncoder, RowLimit
 from coalign.data.loader import build_encoder
 from coalign.data.shuffle import DataPhase
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROWS, TOKENS = 5_000, 500_000  # read from each source: two seconds of one core
-SINGLE_TURN = RolloutConfig().fn  # other environments may write prompts of their own
 SHOWN = 100  # characters of the first row
 WARNING = "warning: "  # marks a line as a warning
 
@@ -175,7 +173,7 @@ def _find_prompt(example: Example) -> list[int]:
 def _check_prompts(sample: _RowSample, plan: Plan, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a format or a template that makes the same prompt of different rows."""
     prompts = {tuple(prompt) for prompt in sample.prompts}
-    if len(prompts) != 1 or len(sample.raw) < 2 or plan.config.rollout.fn != SINGLE_TURN:
+    if len(prompts) != 1 or len(sample.raw) < 2 or plan.config.rollout.has_episodes:
         return
     if "{" in plan.config.data.prompt_format:
         key, remedy = ("data", "chat_template"), "a template writes the texts of `messages`"

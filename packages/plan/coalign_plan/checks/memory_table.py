@@ -12,7 +12,6 @@ from coalign.cluster.choice import choose_cluster, plan_slots
 from coalign.cluster.placement.nodes import find_accelerator
 from coalign.cluster.placement.slots import Slot, list_slots
 from coalign.config.schema import ModelConfig, RunConfig
-from coalign.config.schema.rollout import RolloutConfig
 from coalign.devices import count_devices, measure_memory
 from coalign.hub import find_directory
 from coalign.launch.check import RowLengths
@@ -125,7 +124,7 @@ def _count_step(plan: Plan, lengths: RowLengths, shares: bool) -> tuple[int, int
         return lengths.sequence, rows if runtime.tokens_per_step is None else runtime.tokens_per_step + lengths.row
     policies = [model for model in plan.models.values() if model.role is Rollout]
     limit = min((policy.context.sample_tokens or 2**31 for policy in policies), default=2**31)
-    if config.rollout.fn != RolloutConfig().fn:  # an episode has as many turns as fit
+    if config.rollout.has_episodes:  # an episode has as many turns as fit
         return limit, None
     response = max((policy.config.sampling.max_new_tokens for policy in policies), default=0)
     longest = min(lengths.sequence + response, limit)
