@@ -57,7 +57,7 @@ class Gateway:
 
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
-        self.address = ""  # while it is served
+        self.address, self.port = "", 0  # while it is served
         self._sessions: dict[str, EpisodeSession] = {}
         handlers: dict[tuple[str, str], Any] = {}
         for prefix in ("/v1", "/{key}/v1", "/ng-rollout/{key}/v1"):  # the last one is NeMo Gym's
@@ -179,8 +179,10 @@ async def join_gateway(config: GatewayConfig) -> AsyncIterator[Gateway]:
                     host=config.host,
                     port=config.port,
                 )
-                port = await shared.served.enter_async_context(serving)
-                shared.gateway.address = config.url or f"http://{config.host}:{port}"
+                gateway = shared.gateway
+                gateway.port = await shared.served.enter_async_context(serving)
+                host = "127.0.0.1" if config.host == "0.0.0.0" else config.host
+                gateway.address = config.url or f"http://{host}:{gateway.port}"
         yield shared.gateway
     finally:
         shared.users -= 1

@@ -1,0 +1,132 @@
+"""The environment for programs: a command that asks a model, in a box where it reaches the policy and nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import PositiveFloat, PositiveInt
+
+from coalign.data.messages import format_prompt
+from coalign.environments.episode import Episode
+from coalign_agents.gateway import GatewayConfig, join_gateway
+from coalign_agents.session import EpisodeSession
+from coalign_graders.boxes import BoxResult, SandboxConfig, open_sandbox
+from coalign_serve.formats import find_format
+
+_MISSING = (126, 127)  # exit codes of shells for a program that cannot be run
+
+
+async def program(
+    episode: Episode,
+    *,
+    command: list[str],
+    sandbox: dict[str, Any] = {"type": "bwrap"},  # noqa: B006  (never changed)
+    files: dict[str, str] = {},  # noqa: B006
+    env: dict[str, str] = {},  # noqa: B006
+    seconds: PositiveFloat = 600.0,
+    grade: list[str] | None = None,
+    grade_seconds: PositiveFloat = 60.0,
+    parser: str = "hermes",
+    untrained: list[str] = ["aux"],  # noqa: B006
+    max_turns: PositiveInt = 500,
+    gateway: dict[str, Any] = {},  # noqa: B006
+) -> None:
+    """Run ``command`` in a box; its environment variables say where the policy is (see `list_variables`).
+
+    ``{prompt}`` in the command, and in the texts of ``files`` and ``env``, is the row's prompt, and ``{KEY}`` the value
+    of a key of the row. ``files`` are written before. ``sandbox``: see SandboxConfig of coalign_graders. After
+    ``seconds`` of wall-clock time the program is stopped, and judged by what it has done (`episode/program_timeout`);
+    other exit codes than 0 are counted (`episode/program_failed`).
+
+    ``grade``: a command that then runs in the same box; the reward is 1 if its exit code is 0, else 0. It sees what the
+    program has left there, and the program sees no file of it before. A box that fails, and a command that is not
+    there, drop the episode (counted by the exception's name): they say nothing about the policy. Other arguments are
+    those of `agent`.
+    """
+    session = EpisodeSession(episode, find_format(parser), untrained, max_turns)
+    config = GatewayConfig.model_validate(gateway)
+    async with join_gateway(config) as server, open_sandbox(SandboxConfig.model_validate(sandbox)) as box:
+        address = server.address if config.url else f"http://{await box.expose(server.port)}"
+        for path, text in files.items():
+            await box.write(path, _fill(text, episode.row).encode())
+        with server.admit(session) as key:
+            variables = list_variables(address, key) | {name: _fill(text, episode.row) for name, text in env.items()}
+            result = await box.run([_fill(word, episode.row) for word in command], seconds=seconds, env=variables)
+        _count(episode, "program", command, result)
+        if grade is not None:
+            result = await box.run([_fill(word, episode.row) for word in grade], seconds=grade_seconds)
+            _count(episode, "grade", grade, result)
+            episode.reward(float(result.code == 0))
+
+
+def _count(episode: Episode, name: str, command: list[str], result: BoxResult) -> None:
+    if result.code in _MISSING:
+        raise RuntimeError(f"{' '.join(command)[:80]}: exit code {result.code}: {result.err.strip()[-200:]}")
+    episode.count(f"{name}_timeout", result.timed_out)
+    episode.count(f"{name}_failed", result.code not in (0, None))
+
+
+def _fill(text: str, row: Mapping[str, Any]) -> str:
+    """Replace ``{prompt}`` and ``{KEY}`` by values of the row; other braces stay."""
+
+    def find(match: re.Match[str]) -> str:
+        key = match[1]
+        if key == "prompt":
+            return format_prompt(row.get("messages") or [])
+        return str(row[key]) if key in row else match[0]
+
+    return re.sub(r"\{(\w+)\}", find, text)
+
+
+def list_variables(address: str, key: str) -> dict[str, str]:
+    """Return the environment variables by which agents find a model: OpenAI's and Anthropic's, and what they build on.
+
+    ``address`` is that of the gateway, without a path. `policy` is trained, `aux` is for titles and the like.
+    """
+    base = f"{address}/{key}/v1"
+    opencode = {
+        "provider": {
+            "coalign": {
+                "npm": "@ai-sdk/openai-compatible",
+                "options": {"baseURL": base, "apiKey": key},
+                "models": {"policy": {}, "aux": {}},
+            }
+        },
+        "model": "coalign/policy",
+        "small_model": "coalign/aux",
+    }
+    return {
+        "COALIGN_BASE_URL": base,
+        "OPENAI_BASE_URL": base,
+        "OPENAI_API_BASE": base,
+        "OPENAI_API_KEY": key,
+        "OPENAI_MODEL": "policy",
+        "OPENAI_AGENTS_DISABLE_TRACING": "1",
+        "ANTHROPIC_BASE_URL": f"{address}/{key}",
+        "ANTHROPIC_API_KEY": key,
+        "ANTHROPIC_MODEL": "policy",
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL": "aux",
+        "ANTHROPIC_SMALL_FAST_MODEL": "aux",
+        "CLAUDE_CODE_SUBAGENT_MODEL": "policy",
+        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "DISABLE_AUTOUPDATER": "1",
+        "IS_SANDBOX": "1",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "OPENCODE_CONFIG_CONTENT": json.dumps(opencode),
+        "OPENCODE_DISABLE_MODELS_FETCH": "1",
+    }
+
+
+def _check_program(
+    samples: Mapping[str, int], *, sandbox: Mapping[str, Any], parser: str, gateway: Mapping[str, Any], **_: Any
+) -> None:
+    SandboxConfig.model_validate(sandbox)
+    GatewayConfig.model_validate(gateway)
+    find_format(parser)
+
+
+program.check = _check_program
