@@ -41,7 +41,10 @@ CHECKS, EXPLAINS, KERNELS = "coalign.checks", "coalign.explains", "coalign.kerne
 GROUPS = (API, COMMANDS, BACKENDS, REWARDS, QUESTIONS, ENVIRONMENTS, FORMATS, CHECKS, EXPLAINS, KERNELS)
 # What the companions of Coalign's repository bring.
 COMPANIONS = {
-    "coalign-agents": {ENVIRONMENTS: ("agent", "game", "program", "self_play", "tool_use")},
+    "coalign-agents": {
+        COMMANDS: ("agent-test",),
+        ENVIRONMENTS: ("agent", "game", "program", "self_play", "tool_use", "verifiers"),
+    },
     "coalign-board": {COMMANDS: ("board", "watch")},
     "coalign-cpu": {KERNELS: ("layers", "operations")},
     "coalign-deepspeed": {BACKENDS: ("deepspeed",)},

@@ -36,7 +36,7 @@ from coalign_serve.serving.listener import serve_within, wait_for_disconnect
 _MAX_REQUEST_BYTES = 64 * 2**20
 _CLIENT_TIMEOUT, _MAX_CONNECTIONS = 120.0, 8192  # timeout in seconds
 # Whose conversation a request belongs to: verifiers and OpenCode, Claude Code's sub-agents, Codex.
-_LABELS = ("x-claude-code-agent-id", "x-session-id", "thread-id")
+_LABELS = ("x-session-id", "x-claude-code-agent-id", "thread-id")
 
 
 class GatewayConfig(Section):
@@ -87,8 +87,16 @@ class Gateway:
 
     async def _answer(self, dialect: type[Dialect], request: Request) -> Response | EventStream:
         session = self._find(request)
+        try:
+            return await self._ask(session, dialect, request)
+        except HttpRefusal as error:
+            session.uses["refusal", f"{error.status} {error}"] += 1
+            raise
+
+    async def _ask(self, session: EpisodeSession, dialect: type[Dialect], request: Request) -> Response | EventStream:
         body = await read_body(request, _MAX_REQUEST_BYTES)
         question = dialect.read(body)
+        session.count_uses(dialect.__name__, question)
         reply = dialect(question, secrets.token_hex(12))
         label = next((request.headers[name] for name in _LABELS if name in request.headers), "")
         task = asyncio.ensure_future(session.answer(question, label, body))

@@ -9,7 +9,6 @@ from typing import Any
 
 from pydantic import PositiveFloat, PositiveInt
 
-from coalign.data.messages import format_prompt
 from coalign.environments.episode import Episode
 from coalign_agents.gateway import GatewayConfig, join_gateway
 from coalign_agents.session import EpisodeSession
@@ -36,10 +35,10 @@ async def program(
 ) -> None:
     """Run ``command`` in a box; its environment variables say where the policy is (see `list_variables`).
 
-    ``{prompt}`` in the command, and in the texts of ``files`` and ``env``, is the row's prompt, and ``{KEY}`` the value
-    of a key of the row. ``files`` are written before. ``sandbox``: see SandboxConfig of coalign_graders. After
-    ``seconds`` of wall-clock time the program is stopped, and judged by what it has done (`episode/program_timeout`);
-    other exit codes than 0 are counted (`episode/program_failed`).
+    ``{prompt}`` in the command, and in the texts of ``files`` and ``env``, is the row's prompt, any other ``{KEY}`` the
+    value of that key of the row, and ``{url}`` the address of OpenAI's API. ``files`` are written before. ``sandbox``:
+    see SandboxConfig of coalign_graders. After ``seconds`` of wall-clock time the program is stopped, and judged by
+    what it has done (`episode/program_timeout`); other exit codes than 0 are counted (`episode/program_failed`).
 
     ``grade``: a command that then runs in the same box; the reward is 1 if its exit code is 0, else 0. It sees what the
     program has left there, and the program sees no file of it before. A box that fails, and a command that is not
@@ -50,14 +49,16 @@ async def program(
     config = GatewayConfig.model_validate(gateway)
     async with join_gateway(config) as server, open_sandbox(SandboxConfig.model_validate(sandbox)) as box:
         address = server.address if config.url else f"http://{await box.expose(server.port)}"
-        for path, text in files.items():
-            await box.write(path, _fill(text, episode.row).encode())
         with server.admit(session) as key:
-            variables = list_variables(address, key) | {name: _fill(text, episode.row) for name, text in env.items()}
-            result = await box.run([_fill(word, episode.row) for word in command], seconds=seconds, env=variables)
+            variables = list_variables(address, key)
+            values = {**episode.row, "url": variables["OPENAI_BASE_URL"]}
+            for path, text in files.items():
+                await box.write(path, fill(text, values).encode())
+            variables |= {name: fill(text, values) for name, text in env.items()}
+            result = await box.run([fill(word, values) for word in command], seconds=seconds, env=variables)
         _count(episode, "program", command, result)
         if grade is not None:
-            result = await box.run([_fill(word, episode.row) for word in grade], seconds=grade_seconds)
+            result = await box.run([fill(word, values) for word in grade], seconds=grade_seconds)
             _count(episode, "grade", grade, result)
             episode.reward(float(result.code == 0))
 
@@ -69,16 +70,9 @@ def _count(episode: Episode, name: str, command: list[str], result: BoxResult) -
     episode.count(f"{name}_failed", result.code not in (0, None))
 
 
-def _fill(text: str, row: Mapping[str, Any]) -> str:
-    """Replace ``{prompt}`` and ``{KEY}`` by values of the row; other braces stay."""
-
-    def find(match: re.Match[str]) -> str:
-        key = match[1]
-        if key == "prompt":
-            return format_prompt(row.get("messages") or [])
-        return str(row[key]) if key in row else match[0]
-
-    return re.sub(r"\{(\w+)\}", find, text)
+def fill(text: str, values: Mapping[str, Any]) -> str:
+    """Replace each ``{KEY}`` that the values have; other braces stay."""
+    return re.sub(r"\{(\w+)\}", lambda match: str(values[match[1]]) if match[1] in values else match[0], text)
 
 
 def list_variables(address: str, key: str) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
@@ -32,6 +33,7 @@ class EpisodeSession:
         self.episode, self.max_turns = episode, max_turns
         self._read, self._untrained = read, frozenset(untrained)
         self.models = ("policy", *untrained)  # names for clients that ask; any other is the policy's, too
+        self.uses: Counter[tuple[str, str]] = Counter()  # what HTTP requests asked for: (what of them, its name)
         self._asked = 0
         self._is_over = False
         self._unread: dict[bytes, asyncio.Task[list[tuple[Turn, Answer]]]] = {}  # whose clients have left, by request
@@ -77,6 +79,18 @@ class EpisodeSession:
                 for turn, _ in task.result():
                     turn.trained = False
                     self.episode.count("unread")
+
+    def count_uses(self, dialect: str, question: Question) -> None:
+        """Count what a request uses of its dialect."""
+        uses = {
+            "streams": question.stream,
+            "tools": question.tools is not None,
+            "several answers": question.answers > 1,
+            "stop strings": bool(question.stop),
+            "log-probs": question.wants_logprobs,
+        }
+        named = [("dialect", dialect), ("model", question.model or "(none)")]
+        self.uses.update([*named, *(("feature", name) for name, is_used in uses.items() if is_used)])
 
     async def _compute(self, question: Question, label: str) -> list[tuple[Turn, Answer]]:
         episode = self.episode

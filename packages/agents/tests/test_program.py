@@ -30,7 +30,7 @@ ASK = {"files": {"ask.py": ASKS}, "command": ["python3", "ask.py", "{prompt}", "
 
 
 def run(*says, policy=None, timeout=60.0, **settings):
-    one = episode(*says, policy=policy)
+    one = episode(*says, policy=policy, prompt="What is 2+3?")
     return one, play(program, one, timeout=timeout, **settings).calls[0]
 
 
