@@ -5,7 +5,7 @@
 
 This machine passes lists of arguments, no line to a shell, and opens no file of a box: `read` and `write` are commands
 in it, so they reach what its commands reach. What a command causes is a BoxResult. A box that does not start, or dies,
-raises SandboxError, which says nothing about who used it. The next run removes what a killed one has left.
+raises SandboxError, which says nothing about who used it. The next run removes what a killed one has left. Linux only.
 """
 
 from __future__ import annotations
@@ -91,11 +91,11 @@ def _reap(program: str) -> None:
         return subprocess.run([program, *arguments], capture_output=True, text=True).stdout.split()
 
     if program == "bwrap":
-        left = {("rm", "-rf", "--"): list(map(str, Path(tempfile.gettempdir()).glob("coalign-*-*-*-*")))}
+        leftovers = {("rm", "-rf", "--"): list(map(str, Path(tempfile.gettempdir()).glob("coalign-*-*-*-*")))}
     else:
         images = list_names("images", "--filter", "reference=localhost/coalign-*", "--format", "{{.Repository}}")
         boxes = list_names("ps", "-a", "--filter", f"label={LABEL}", "--format", "{{.Names}}")
-        left = {(program, "rm", "-f"): boxes, (program, "rmi", "-f"): images}
-    for remove, names in left.items():
-        if ended := [name for name in names if _has_ended(name)]:
-            subprocess.run([*remove, *ended], capture_output=True)
+        leftovers = {(program, "rm", "-f"): boxes, (program, "rmi"): images}
+    for remove, names in leftovers.items():
+        if dead := [name for name in names if _has_ended(name)]:
+            subprocess.run([*remove, *dead], capture_output=True)

@@ -80,12 +80,12 @@ async def code(
     limits = SandboxLimits(seconds, memory_mb, processes, output_kb, file_mb)
     if sandbox is None:
         await asyncio.to_thread(require_limits, tuple(require), processes)
-        opened = Sandbox(limits, packages=packages)
+        context = Sandbox(limits, packages=packages)
     else:
-        opened = nullcontext(PythonBox(sandbox, limits, packages=packages))
+        context = nullcontext(PythonBox(sandbox, limits, packages=packages))
     source, passed, timed_out = extract_code(sample.response, sample.prompt), 0, False
     started_at = time.monotonic()
-    async with opened as runner:
+    async with context as runner:
         for test in tests:
             if time.monotonic() - started_at > total_seconds:
                 timed_out = True

@@ -1,1 +1,1 @@
-"""What `open_sandbox` (boxes.py) opens. Start with ``command_box.py``, which has the methods of every box."""
+"""The boxes that `open_sandbox` opens. Start with ``command_box.py``, which has the methods of every box."""

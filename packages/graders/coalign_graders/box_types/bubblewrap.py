@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from coalign_graders.box_types.command_box import MAX_OUTPUT, CommandBox, Ended, call_program, require_program
+from coalign_graders.box_types.command_box import MAX_OUTPUT, CommandBox, Outcome, call_program, require_program
 from coalign_graders.box_types.config import SandboxConfig
 from coalign_graders.box_types.network import listen
 from coalign_graders.sandbox.sandbox import SandboxError
@@ -62,7 +62,7 @@ class BubblewrapBox(CommandBox):
 
     async def _execute(
         self, argv: list[str], seconds: float, stdin: bytes, env: Mapping[str, str], limit: int = MAX_OUTPUT
-    ) -> Ended:
+    ) -> Outcome:
         status, report = os.pipe()
         try:
             argv = [*self._enter(), *self._wrap(env, report), *argv]

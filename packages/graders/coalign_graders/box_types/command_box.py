@@ -19,7 +19,7 @@ from coalign_graders.box_types.network import relay
 from coalign_graders.sandbox.sandbox import SandboxError
 
 MAX_OUTPUT = 2**20  # bytes of each stream
-_MAX_CONNECTIONS = 64  # of a box at a time; each takes two descriptors of this process
+_MAX_CONNECTIONS = 64  # at a time; each takes two descriptors of this process
 _SETUP_SECONDS = 600.0  # podman may pull the image
 _ACCESS_SECONDS = 60.0
 _KILL_SECONDS = 5.0  # in which killed programs close their pipes
@@ -56,7 +56,7 @@ class Output:
         return self.head.decode(errors="replace") + (f"\n[{self.cut} bytes more]" if self.cut else "")
 
 
-Ended = tuple[int | None, Output, Output]  # exit code, output, errors
+Outcome = tuple[int | None, Output, Output]  # exit code, output, errors
 
 
 class CommandBox(ABC):
@@ -89,7 +89,7 @@ class CommandBox(ABC):
         return await self._access(_READ, path, limit=limit)
 
     async def expose(self, port: int) -> str:
-        """Let commands reach 127.0.0.1:``port`` of this machine at the same address, and return it.
+        """Let later commands reach 127.0.0.1:``port`` of this machine at the same address, and return it.
 
         Nothing else of this machine is reached by that. Needs root, which alone may enter another network.
         """
@@ -115,7 +115,7 @@ class CommandBox(ABC):
     @abstractmethod
     async def _execute(
         self, argv: list[str], seconds: float, stdin: bytes, env: Mapping[str, str], limit: int = MAX_OUTPUT
-    ) -> Ended: ...
+    ) -> Outcome: ...
 
     @abstractmethod
     async def _listen(self, port: int) -> socket.socket: ...
@@ -141,7 +141,7 @@ async def call_program(
     stdin: bytes = b"",
     limit: int = MAX_OUTPUT,
     pass_fds: Sequence[int] = (),
-) -> Ended:
+) -> Outcome:
     """Run a program of this machine; its process group is killed after ``seconds``, or if the caller is cancelled."""
     pipe = asyncio.subprocess.PIPE
     folder = tempfile.gettempdir()  # podman leaves a file `oom` where it is called

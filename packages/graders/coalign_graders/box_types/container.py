@@ -9,7 +9,7 @@ import socket
 import tempfile
 from collections.abc import Mapping
 
-from coalign_graders.box_types.command_box import MAX_OUTPUT, CommandBox, Ended, call_program, require_program
+from coalign_graders.box_types.command_box import MAX_OUTPUT, CommandBox, Outcome, call_program, require_program
 from coalign_graders.box_types.network import listen
 from coalign_graders.sandbox.sandbox import SandboxError
 
@@ -57,9 +57,9 @@ class ContainerBox(CommandBox):
 
     async def _execute(
         self, argv: list[str], seconds: float, stdin: bytes, env: Mapping[str, str], limit: int = MAX_OUTPUT
-    ) -> Ended:
-        given = [f"--env={name}={value}" for name, value in env.items()]
-        argv = [self.config.type, "exec", "-i", *given, "-w", "/work", self.name, *argv]
+    ) -> Outcome:
+        variables = [f"--env={name}={value}" for name, value in env.items()]
+        argv = [self.config.type, "exec", "-i", *variables, "-w", "/work", self.name, *argv]
         try:
             code, out, err = await call_program(argv, seconds=seconds, stdin=stdin, limit=limit)
         except asyncio.CancelledError:
