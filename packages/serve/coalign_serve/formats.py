@@ -103,7 +103,7 @@ def llama(turn: Turn) -> tuple[str, list[ToolRequest]]:
 def _adapt(function: Callable[[Turn], tuple[str, list[ToolRequest]]]) -> AnswerFormat:
     def parse(turn: Turn, tools: Tools | None = None, prompt_end: str = "") -> ParsedAnswer:
         text, calls = function(turn)
-        return ParsedAnswer(text, calls=calls)
+        return ParsedAnswer(text, calls=tuple(calls))
 
     return parse
 
@@ -130,14 +130,13 @@ def _load(template: Mapping[str, Any]) -> AnswerFormat:
             if regions[UNREADABLE]:
                 raise ValueError(regions[UNREADABLE])
         except ToolError as error:
-            return ParsedAnswer(turn.text, calls=[ToolRequest("", error=error)])
+            return ParsedAnswer(turn.text, calls=(ToolRequest("", error=error),))
         except (ValueError, KeyError, TypeError, RecursionError) as error:  # TypeError: a client's schema is none
             reason = f"no valid JSON: {error.__cause__}" if error.__cause__ else "not in the form that was described"
-            return ParsedAnswer(
-                turn.text, calls=[ToolRequest("", error=ToolError("bad_json", f"the call is {reason}"))]
-            )
+            refusal = ToolError("bad_json", f"the call is {reason}")
+            return ParsedAnswer(turn.text, calls=(ToolRequest("", error=refusal),))
         reasoning = [text for key in REASONING_KEYS for text in regions[key]]
-        return ParsedAnswer(_join(regions["content"]), _join(reasoning), regions["tool_calls"])
+        return ParsedAnswer(_join(regions["content"]), _join(reasoning), tuple(regions["tool_calls"]))
 
     return parse
 
