@@ -18,7 +18,7 @@ from coalign.environments.conversation import call_function
 from coalign.environments.episode import Episode
 from coalign_agents.session import EpisodeSession
 from coalign_serve.dialects import DIALECTS, Dialect
-from coalign_serve.formats import find_format
+from coalign_serve.formats import check_format, find_format
 
 _HOME = "coalign_agents.agent"
 _METHODS = (("chat", "completions"), ("responses",), ("messages",))  # of OpenAI's and Anthropic's clients, by dialect
@@ -105,7 +105,7 @@ async def agent(
     """
     fn = resolve(run, _HOME)
     settings = bind(fn, arguments, "rollout.arguments")
-    session = EpisodeSession(episode, find_format(parser), untrained, max_turns)
+    session = EpisodeSession(episode, find_format(parser, episode.rendering.tokenizer), untrained, max_turns)
     try:
         if serve_http:
             from coalign_agents.gateway import GatewayConfig, join_gateway
@@ -136,7 +136,7 @@ def _check_agent(
     **_: Any,
 ) -> None:
     bind(resolve(run, _HOME), arguments, "rollout.arguments")
-    find_format(parser)
+    check_format(parser)
     if serve_http:
         from coalign_agents.gateway import GatewayConfig
 

@@ -13,7 +13,7 @@ from coalign.environments.episode import Episode
 from coalign_agents.gateway import GatewayConfig, join_gateway
 from coalign_agents.session import EpisodeSession
 from coalign_graders.boxes import BoxResult, SandboxConfig, open_sandbox
-from coalign_serve.formats import find_format
+from coalign_serve.formats import check_format, find_format
 
 _MISSING = (126, 127)  # exit codes of shells for a program that cannot be run
 
@@ -45,7 +45,7 @@ async def program(
     there, drop the episode (counted by the exception's name): they say nothing about the policy. Other arguments are
     those of `agent`.
     """
-    session = EpisodeSession(episode, find_format(parser), untrained, max_turns)
+    session = EpisodeSession(episode, find_format(parser, episode.rendering.tokenizer), untrained, max_turns)
     config = GatewayConfig.model_validate(gateway)
     async with join_gateway(config) as server, open_sandbox(SandboxConfig.model_validate(sandbox)) as box:
         address = server.address if config.url else f"http://{await box.expose(server.port)}"
@@ -120,7 +120,7 @@ def _check_program(
 ) -> None:
     SandboxConfig.model_validate(sandbox)
     GatewayConfig.model_validate(gateway)
-    find_format(parser)
+    check_format(parser)
 
 
 program.check = _check_program

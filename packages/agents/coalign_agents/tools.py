@@ -29,9 +29,11 @@ from coalign.threads import CallTimeout
 from coalign.types import Status
 from coalign_agents.calculator import calculator
 from coalign_agents.mcp import McpServer, McpTool, is_server, open_servers
-from coalign_serve.formats import ToolError, ToolRequest
+from coalign_serve.formats import ParsedAnswer, ToolError, ToolRequest, check_format, find_format
 
 __all__ = ["calculator"]
+
+_PROMPT_END = 32  # tokens before a turn that a format reads: the header of an answer and the beginning of its reasoning
 
 
 @dataclass(frozen=True)
@@ -214,32 +216,35 @@ async def tool_use(
     """Let the policy call tools and read their results, turn after turn, until a turn calls none, or for ``max_turns``.
 
     The chat template shows the tools in the prompt: functions, and those of MCP servers (coalign_agents.mcp), which are
-    started for the episode. ``parser`` is the format of the calls: a function of
-    coalign_serve.formats, or a dotted path. The calls of one turn run concurrently. A call that cannot be read,
+    started for the episode. ``parser`` is the format of the calls: a name that coalign_serve.formats finds, or a dotted
+    path. The calls of one turn run concurrently. A call that cannot be read,
     an unknown tool, wrong arguments, an exception, or no result within ``tool_timeout`` seconds is reported to the
     policy, and counted. A tool that raises ServiceError (coalign.services) is called again for ``patience`` seconds;
     then its episode is dropped. A truncated turn calls nothing.
     """
-    read = resolve(parser, "coalign_serve.formats")
+    tokenizer = episode.rendering.tokenizer
+    parse = find_format(parser, tokenizer)
     async with open_servers(tools, episode, patience) as served:
         box = _Toolbox.build(tools, served, timeout=tool_timeout, max_chars=max_result_chars, patience=patience)
         episode.begin(tools=box.descriptions)
         for turns_left in reversed(range(max_turns)):
             turn = await episode.generate(max_new_tokens=tokens_per_turn)
-            text, calls = read(turn) if turn.status == Status.OK else (turn.text, [])
-            if not calls:
+            if turn.status != Status.OK:
                 return
-            episode.messages[-1] = _to_message(text, calls)
+            answer = parse(turn, box.descriptions, tokenizer.decode(turn.added[-_PROMPT_END:]))
+            if not answer.calls:
+                return
+            episode.messages[-1] = _to_message(answer)
             if not turns_left:
                 episode.count("out_of_turns")
                 return
-            episode.say(*await box.answer(episode, calls))
+            episode.say(*await box.answer(episode, answer.calls))
 
 
 def _check_tools(
     samples: Mapping[str, int], *, tools: list[Any], parser: str, tool_timeout: float, max_result_chars: int, **_: Any
 ) -> None:
-    resolve(parser, "coalign_serve.formats")
+    check_format(parser)
     servers = {i: McpServer.build(config, f"rollout.tools[{i}]") for i, config in enumerate(tools) if is_server(config)}
     _Toolbox.build(tools, dict.fromkeys(servers, ()), timeout=tool_timeout, max_chars=max_result_chars)
 
@@ -247,14 +252,15 @@ def _check_tools(
 tool_use.check, tool_use.shows_tools = _check_tools, True
 
 
-def _to_message(text: str, calls: list[ToolRequest]) -> dict[str, Any]:
+def _to_message(answer: ParsedAnswer) -> dict[str, Any]:
     readable = [
         {
             "id": format_call_id(i),
             "type": "function",
             "function": {"name": call.name, "arguments": dict(call.arguments)},
         }
-        for i, call in enumerate(calls)
+        for i, call in enumerate(answer.calls)
         if call.error is None
     ]
-    return {"role": "assistant", "content": text, "tool_calls": readable}
+    reasoning = {"reasoning_content": answer.reasoning} if answer.reasoning else {}
+    return {"role": "assistant", "content": answer.text, **reasoning, "tool_calls": readable}

@@ -21,7 +21,7 @@ from pydantic import PositiveInt
 from coalign.environments.episode import Episode
 from coalign_agents.gateway import GatewayConfig, join_gateway
 from coalign_agents.session import EpisodeSession
-from coalign_serve.formats import find_format
+from coalign_serve.formats import check_format, find_format
 
 _WORKER = Path(__file__).with_name("verifiers_worker.py")
 _MAX_LINE = 64 * 2**20  # bytes
@@ -124,7 +124,7 @@ async def verifiers(
     then it is a truncated sample, of reward 0 if nobody scored it.
     """
     worker = await _share_worker(python, env)
-    session = EpisodeSession(episode, find_format(parser), max_turns=max_turns)
+    session = EpisodeSession(episode, find_format(parser, episode.rendering.tokenizer), max_turns=max_turns)
     async with join_gateway(GatewayConfig.model_validate(gateway)) as server:
         with server.admit(session) as key:
             base_url = f"{server.address}/{key}/v1"
@@ -147,7 +147,7 @@ def _check_verifiers(
     if not os.access(Path(python).expanduser(), os.X_OK):
         raise ValueError(f"rollout.python: {python!r} is no program; expected the interpreter that has verifiers")
     GatewayConfig.model_validate(gateway)
-    find_format(parser)
+    check_format(parser)
 
 
 verifiers.check = _check_verifiers

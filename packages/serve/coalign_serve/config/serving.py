@@ -75,7 +75,7 @@ class CompletionServerConfig(ServerConfig):
     else `auto`; so with the arguments."""
     chat_template_kwargs: dict[str, Any] = {}
     tool_parser: str | None = None
-    """Format of tool calls, such as `hermes`: a function of coalign_serve.formats, or a dotted path."""
+    """Format of tool calls, such as `hermes`: a name that coalign_serve.formats finds, or a dotted path."""
     max_new_tokens: PositiveInt = 512
     """Token limit of an answer whose request has none."""
     max_sequences: PositiveInt = 64

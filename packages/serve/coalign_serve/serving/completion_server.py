@@ -84,7 +84,7 @@ def load_text_tools(config: CompletionServerConfig) -> TextTools:
     """Load tokenizer, template and format. Raises ValueError for a template or a format that cannot be used."""
     model = build_model_config(config)
     tokenizer, placeholders = pretrained.read_tokenizer(model), pretrained.read_placeholders(model, config.images)
-    answer_format = find_format(config.tool_parser) if config.tool_parser else None
+    answer_format = find_format(config.tool_parser, tokenizer) if config.tool_parser else None
     template, problem = None, ""
     chosen = choose_template(config.model, config.chat_template, config.chat_template_kwargs)
     settings = (chosen.chat_template, chosen.chat_template_kwargs, chosen.reasoning)
