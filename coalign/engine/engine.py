@@ -457,7 +457,7 @@ class Engine:
 
         After a loss of processes ``recover`` takes the engine back to a state that it can go on from, or raises.
         """
-        self.phase("sync")
+        self.phase("start")  # models load before their weights can move, and samplers compile
         self.training.sync(self.step)
         policies = {name: model.module for name, model in self.plan.models.items() if model.role is Rollout}
         # A user's class without `compares_itself` is not compared with its trainer: it need not have a generator.

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # Phase of the loop -> the cause that its seconds are counted under.
 _CAUSES = {
+    "start": "start",
     "train": "trained",
     "rollout": "rollout",
     "sync": "sync",
@@ -30,7 +31,7 @@ _CAUSES = {
     "scale": "restart",  # processes that come or go
 }
 _STEP_CAUSES: tuple[str, ...] = ("rollout", "trained")
-CAUSES = (*dict.fromkeys(_CAUSES.values()), "start", "redone")
+CAUSES = (*dict.fromkeys(_CAUSES.values()), "redone")
 # Counts of tokens that were generated and never trained on -> why.
 _DROPPED = {
     "filter/dropped_tokens": "filter",

@@ -21,7 +21,8 @@ from coalign_serve.dialects import DIALECTS, Dialect
 from coalign_serve.formats import check_format, find_format
 
 _HOME = "coalign_agents.agent"
-_METHODS = (("chat", "completions"), ("responses",), ("messages",))  # of OpenAI's and Anthropic's clients, by dialect
+# Where OpenAI's and Anthropic's clients have `create`, by dialect.
+_METHODS = (("chat", "completions"), ("responses",), ("messages",))
 
 
 class Record(dict[str, Any]):

@@ -28,7 +28,7 @@ _MAX_LINE = 64 * 2**20  # bytes
 _workers: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Task[HubWorker]]] = WeakKeyDictionary()
 
 
-class HubError(RuntimeError):
+class VerifiersError(RuntimeError):
     """The hub, or what it needs, has failed: that says nothing about the policy."""
 
 
@@ -44,11 +44,13 @@ class HubWorker:
 
     @classmethod
     async def start(cls, python: str, env: Mapping[str, Any]) -> HubWorker:
-        """Start ``python`` with verifiers, and load its environment. HubError if that ends it."""
+        """Start ``python`` with verifiers, and load its environment. VerifiersError if that ends it."""
         pipe = asyncio.subprocess.PIPE
         path = Path(python).expanduser()
         if not path.is_file():
-            raise HubError(f"rollout.python: there is no file {path}; expected the interpreter that has verifiers")
+            raise VerifiersError(
+                f"rollout.python: there is no file {path}; expected the interpreter that has verifiers"
+            )
         # -P: this folder, whose modules have names that hubs have, too, is not searched.
         process = await asyncio.create_subprocess_exec(
             str(path), "-P", str(_WORKER), stdin=pipe, stdout=pipe, limit=_MAX_LINE, start_new_session=True
@@ -57,7 +59,9 @@ class HubWorker:
         process.stdin.write(json.dumps({"env": env}).encode() + b"\n")
         line = await process.stdout.readline()
         if not line:
-            raise HubError(f"verifiers ended with exit code {await process.wait()} at its start; see its errors above")
+            raise VerifiersError(
+                f"verifiers ended with exit code {await process.wait()} at its start; see its errors above"
+            )
         return cls(process, json.loads(line)["ready"])
 
     @property
@@ -65,9 +69,9 @@ class HubWorker:
         return self._reading.done()
 
     async def ask(self, **request: Any) -> dict[str, Any]:
-        """Send a request and wait for its answer; a caller that is cancelled stops it. HubError if the worker dies."""
+        """Send a request and wait for its answer; a caller that is cancelled stops it. VerifiersError if the worker dies."""
         if self.has_ended:
-            raise HubError("verifiers' process has ended")
+            raise VerifiersError("verifiers' process has ended")
         number = next(self._numbers)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         self._write({"id": number, **request})
@@ -94,7 +98,7 @@ class HubWorker:
         code = await self.process.wait()
         for answer in self._waiting.values():
             if not answer.done():
-                answer.set_exception(HubError(f"verifiers' process has ended with exit code {code}"))
+                answer.set_exception(VerifiersError(f"verifiers' process has ended with exit code {code}"))
 
 
 async def _share_worker(python: str, env: Mapping[str, Any]) -> HubWorker:
@@ -131,7 +135,7 @@ async def verifiers(
             base_url = f"{server.address}/{key}/v1"
             result = await worker.ask(do="play", data=episode.row["task"], model="policy", base_url=base_url)
     if result["error"] and not session.is_cut:
-        raise HubError(f"verifiers: {result['error']}")
+        raise VerifiersError(f"verifiers: {result['error']}")
     traces = {trace["id"]: trace for trace in result["traces"]}
     for turn in episode.tree.turns:
         turn.trained &= traces[turn.label]["trained"] if turn.label in traces else not traces

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from coalign.types import Status
-from coalign_agents.verifiers import HubError, _share_worker, verifiers
+from coalign_agents.verifiers import VerifiersError, _share_worker, verifiers
 from tests.environments.helpers import chosen, episode, play
 from tests.environments.test_training import calculating
 from tests.runs import ROOT, metrics, run, run_in_two_parts, weights_hash
@@ -63,7 +63,7 @@ def test_the_next_episode_has_another_worker_when_one_has_died(broken_hub):
     async def ask_twice():
         worker = await _share_worker(broken_hub, {})
         assert await _share_worker(broken_hub, {}) is worker and worker.tasks == 2
-        with pytest.raises(HubError, match="exit code 4"):
+        with pytest.raises(VerifiersError, match="exit code 4"):
             await worker.ask(do="play", data="die")
         other = await _share_worker(broken_hub, {})
         assert other is not worker

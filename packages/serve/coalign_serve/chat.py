@@ -24,7 +24,7 @@ from coalign.report.display import Display
 from coalign.roles import Context
 from coalign_serve.judges import choose_device
 from coalign_serve.run_model import choose_template, fetch_in_dtype, find_model
-from coalign_serve.text_stream import TextStream, decode_answer
+from coalign_serve.serving.text_stream import TextStream, decode_answer
 
 HELP = "/reset: start over   /save FILE: append it as JSONL   /quit (or Ctrl-D): leave   Ctrl-C: stop the answer"
 IMAGES = "   /image FILE (or FILE alone): show it with the next message"

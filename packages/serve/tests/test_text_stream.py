@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coalign_serve.text_stream import TextStream, cut_at_stop
+from coalign_serve.serving.text_stream import TextStream, cut_at_stop
 from tests.tiny import tiny_tokenizer
 
 

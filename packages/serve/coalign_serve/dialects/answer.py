@@ -9,7 +9,7 @@ from coalign.environments.tree import Turn
 from coalign.types import Status
 from coalign_serve.dialects.question import Answer, Question, ToolCall
 from coalign_serve.formats import AnswerFormat
-from coalign_serve.text_stream import cut_at_stop
+from coalign_serve.serving.text_stream import cut_at_stop
 
 PROMPT_END = 64  # tokens at the end of a prompt that tell how an answer begins
 _ID_LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"

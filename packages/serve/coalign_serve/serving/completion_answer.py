@@ -14,7 +14,7 @@ from coalign_serve.dialects.answer import read_answer
 from coalign_serve.dialects.question import Answer, Question
 from coalign_serve.formats import AnswerFormat
 from coalign_serve.serving.engine_loop import ChosenToken
-from coalign_serve.text_stream import TextStream, decode_answer
+from coalign_serve.serving.text_stream import TextStream, decode_answer
 
 
 @dataclass
