@@ -48,9 +48,7 @@ class HubWorker:
         pipe = asyncio.subprocess.PIPE
         path = Path(python).expanduser()
         if not path.is_file():
-            raise VerifiersError(
-                f"rollout.python: there is no file {path}; expected the interpreter that has verifiers"
-            )
+            raise VerifiersError(f"rollout.python: no file {path}; expected the interpreter that has verifiers")
         # -P: this folder, whose modules have names that hubs have, too, is not searched.
         process = await asyncio.create_subprocess_exec(
             str(path), "-P", str(_WORKER), stdin=pipe, stdout=pipe, limit=_MAX_LINE, start_new_session=True
@@ -59,9 +57,8 @@ class HubWorker:
         process.stdin.write(json.dumps({"env": env}).encode() + b"\n")
         line = await process.stdout.readline()
         if not line:
-            raise VerifiersError(
-                f"verifiers ended with exit code {await process.wait()} at its start; see its errors above"
-            )
+            code = await process.wait()
+            raise VerifiersError(f"verifiers ended with exit code {code} at its start; see its errors above")
         return cls(process, json.loads(line)["ready"])
 
     @property
@@ -69,7 +66,10 @@ class HubWorker:
         return self._reading.done()
 
     async def ask(self, **request: Any) -> dict[str, Any]:
-        """Send a request and wait for its answer; a caller that is cancelled stops it. VerifiersError if the worker dies."""
+        """Send a request and wait for its answer; a caller that is cancelled stops it.
+
+        Raises VerifiersError if the worker dies.
+        """
         if self.has_ended:
             raise VerifiersError("verifiers' process has ended")
         number = next(self._numbers)

@@ -56,7 +56,7 @@ def test_a_hub_that_fails_is_one_line_and_drops_the_episode(broken_hub):
     assert "ended with exit code 3 at its start" in fail(broken_hub, "broken", "x")
     assert "TaskError: no image" in fail(broken_hub, {}, "fail")
     assert "ended with exit code 4" in fail(broken_hub, {}, "die")
-    assert "there is no file /nowhere" in fail("/nowhere", {}, "x")
+    assert "no file /nowhere" in fail("/nowhere", {}, "x")
 
 
 def test_the_next_episode_has_another_worker_when_one_has_died(broken_hub):
