@@ -14,7 +14,8 @@ from coalign.environments.episode import Turn
 from coalign.types import Status
 from coalign_serve import formats
 from coalign_serve.formats import ParsedAnswer, ToolRequest, find_format, llama
-from coalign_serve.response_templates import TEMPLATES
+from coalign_serve.serving.response_templates import TEMPLATES
+from tests.tiny import tiny_tokenizer
 
 PROPERTIES = {"a": {"type": "integer"}, "b": {"type": "string"}, "c": {"type": ["array", "null"]}}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": PROPERTIES}}}]
@@ -348,3 +349,41 @@ def test_a_tokenizer_brings_its_format():
     raw = 'hm</t>See.<c>{"name": "f", "arguments": {"a": "1"}}</c><e>'
     answer = parse(Turn("", raw, [1], Status.OK), TOOLS, "A:<t>")
     assert answer == ParsedAnswer("See.", "hm", (ToolRequest("f", {"a": 1}),))
+
+
+VLLM = {  # its parser, and how many of the two calls it reads as they are
+    "qwen3": ("qwen3_json", 2),
+    "qwen3_coder": ("qwen3_coder", 2),
+    "glm45": ("glm45", 2),
+    "kimi_k2": ("kimi_k2", 2),
+    "deepseek_v3": ("deepseek_v3", 1),  # V3.1's form has a parser of its own
+    "deepseek_v32": ("deepseek_v32", 2),
+    "mistral": ("mistral", 1),  # takes the id of a call for a part of its name
+    "granite": ("granite", 2),
+    "phi4": ("phi4_mini_json", 2),
+    "gemma4": ("gemma4", 2),
+    "functiongemma": ("functiongemma", 0),  # leaves out what has no quotes
+}
+
+
+@pytest.mark.slow
+def test_vllm_reads_the_same():
+    """vLLM 0.32. Its parser of gpt-oss reads tokens, and that of Mistral's lists needs Mistral's tokenizer."""
+    parsers = pytest.importorskip("vllm.tool_parsers").ToolParserManager
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    tokenizer = tiny_tokenizer()
+    marks = {mark for family in FAMILIES.values() for mark in re.findall(r"<[^>\s=]*>|\[[A-Z_/]+\]", family.raw)}
+    tokenizer.add_special_tokens({"additional_special_tokens": sorted(marks)})
+    tools = [
+        *TOOLS,
+        {"type": "function", "function": {"name": "g", "parameters": {"type": "object", "properties": {}}}},
+    ]
+    request = ChatCompletionRequest(messages=[{"role": "user", "content": "-"}], model="-", tools=tools)
+    for name, (parser, count) in VLLM.items():
+        raw = FAMILIES[name].says + FAMILIES[name].calls
+        theirs = parsers.get_tool_parser(parser)(tokenizer, request.tools).extract_tool_calls(raw, request)
+        calls = [(call.function.name, json.loads(call.function.arguments)) for call in theirs.tool_calls]
+        answer = parse(name, raw, tools=tools)
+        assert calls[:count] == list_calls(answer)[:count], name
+        assert (theirs.content or answer.text).strip() == answer.text == "See.", name
