@@ -23,7 +23,7 @@ __all__ = ["hermes", "llama"]
 
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _END = re.compile(TURN_END)
-_PIECE = 128  # characters that ResponseParser gets at once
+_PIECE = 256  # characters that ResponseParser gets at once
 _MAX_DEPTH = 64  # levels of a call's arguments; chat templates and JSON writers recurse
 
 
