@@ -122,6 +122,16 @@ def test_a_turn_with_a_call_and_one_with_the_answer():
     assert one.counts["tool_calls"] == 1 and one.counts["turns"] == 2
 
 
+def test_a_family_s_format_reads_reasoning_and_counts_what_it_cannot_read():
+    call, broken = said(ask("calculator", expression="2+3")), said(ask("search", q="x"))[:-14]
+    one, results = with_tools(f"<think>hm</think>Well.{call}", f"{call}{broken}", "5", parser="qwen3")
+    assert results[0] == "5" and results[1].startswith("Error: the call is no valid JSON")
+    first, second = (m for m in one.messages if m["role"] == "assistant" and "tool_calls" in m)
+    assert (first["reasoning_content"], first["content"], len(first["tool_calls"])) == ("hm", "Well.", 1)
+    assert second == {"role": "assistant", "content": f"{call}{broken}", "tool_calls": []}
+    assert one.counts["tool_failed/bad_json"] == 1 and one.counts["tool_calls"] == 2
+
+
 def test_calls_of_one_turn_run_side_by_side():
     _, results = with_tools(said(ask("meets", other="a"), ask("meets", other="b")), "done")
     assert results == ['{"other": "a"}', '{"other": "b"}']

@@ -1,6 +1,6 @@
 """Formats of answers: what in a turn is text, what is reasoning, and what are tool calls.
 
-response_templates.py has those of most families as data. `hermes`, `llama` and a person's own are functions.
+serving/response_templates.py has those of most families as data. `hermes`, `llama` and a person's own are functions.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from coalign.config.functions import resolve
 from coalign.data.messages import REASONING_KEYS
 from coalign.data.templates import Tools
 from coalign.environments.episode import Turn
-from coalign_serve.response_templates import TEMPLATES, TURN_END, UNREADABLE
+from coalign_serve.serving.response_templates import TEMPLATES, TURN_END, UNREADABLE
 
 __all__ = ["hermes", "llama"]
 
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _END = re.compile(TURN_END)
-_PIECE = 128  # characters that ResponseParser gets at once
+_PIECE = 256  # characters that ResponseParser gets at once
 _MAX_DEPTH = 64  # levels of a call's arguments; chat templates and JSON writers recurse
 
 

@@ -14,7 +14,8 @@ from coalign.environments.episode import Turn
 from coalign.types import Status
 from coalign_serve import formats
 from coalign_serve.formats import ParsedAnswer, ToolRequest, find_format, llama
-from coalign_serve.response_templates import TEMPLATES
+from coalign_serve.serving.response_templates import TEMPLATES
+from tests.tiny import tiny_tokenizer
 
 PROPERTIES = {"a": {"type": "integer"}, "b": {"type": "string"}, "c": {"type": ["array", "null"]}}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": PROPERTIES}}}]
@@ -33,7 +34,6 @@ class Family:
     begin: str = ""  # before and behind all calls
     end: str = ""
     think: tuple[str, str] = ("", "")
-    prompt_end: str = ""
     says: str = "See."
 
     @property
@@ -54,7 +54,6 @@ FAMILIES = {
         "\n</tool_call>",
         end="<|im_end|>",
         think=THINK,
-        prompt_end="<|im_start|>assistant\n",
     ),
     "qwen3_coder": Family(
         "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\n</parameter>\n",
@@ -62,7 +61,6 @@ FAMILIES = {
         "</function>\n</tool_call>",
         end="<|im_end|>",
         think=THINK,
-        prompt_end="<|im_start|>assistant\n",
     ),
     "glm45": Family(
         "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key><arg_value>x</arg_value>\n",
@@ -71,7 +69,6 @@ FAMILIES = {
         begin="\n",
         end="<|observation|>",
         think=("<think>", "</think>"),
-        prompt_end="<|assistant|>",
     ),
     "kimi_k2": Family(
         '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1, "b": "x"}',
@@ -80,7 +77,6 @@ FAMILIES = {
         begin="<|tool_calls_section_begin|>",
         end="<|tool_calls_section_end|><|im_end|>",
         think=("<think>", "</think>"),
-        prompt_end="<|im_assistant|>assistant<|im_middle|>",
     ),
     "deepseek_v3": Family(
         '<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": 1, "b": "x"}\n```<｜tool▁call▁end｜>\n',
@@ -88,7 +84,6 @@ FAMILIES = {
         begin="<｜tool▁calls▁begin｜>",
         end="<｜tool▁calls▁end｜><｜end▁of▁sentence｜>",
         think=THINK,
-        prompt_end="<｜Assistant｜>",
     ),
     "deepseek_v32": Family(
         '<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>\n'
@@ -98,14 +93,12 @@ FAMILIES = {
         begin="\n\n<｜DSML｜function_calls>\n",
         end="\n</｜DSML｜function_calls><｜end▁of▁sentence｜>",
         think=THINK,
-        prompt_end="<｜Assistant｜>",
     ),
     "mistral": Family(
         '[TOOL_CALLS]f[ARGS]{"a": 1, "b": "x"}',
         "[TOOL_CALLS]g[CALL_ID]abcdefg12[ARGS]{}",
         end="</s>",
         think=("[THINK]", "[/THINK]"),
-        prompt_end="[/INST]",
     ),
     "mistral_list": Family(f"[TOOL_CALLS] [{LIST}", end="</s>"),
     "granite": Family(f"<|tool_call|>[{LIST}", end="<|end_of_text|>"),
@@ -116,7 +109,6 @@ FAMILIES = {
         "<|call|>",
         begin="<|end|><|start|>assistant",
         think=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
-        prompt_end="<|start|>assistant",
         says="<|channel|>commentary<|message|>See.",
     ),
     "gemma4": Family(
@@ -125,7 +117,6 @@ FAMILIES = {
         "<tool_call|>",
         end="<turn|>",
         think=("<|channel>thought\n", "<channel|>"),
-        prompt_end="<|turn>model\n",
     ),
     "functiongemma": Family(
         "<start_function_call>call:f{a:1,b:<escape>x<escape>}",
@@ -162,7 +153,7 @@ def test_every_family_is_tried():
 @families
 def test_reasoning_text_and_calls(name):
     family = FAMILIES[name]
-    answer = parse(name, family.raw, family.prompt_end)
+    answer = parse(name, family.raw, *TEMPLATES[name]["start_anchor"][:1])
     assert (answer.text, answer.reasoning) == ("See.", "hm" if family.think[0] else "")
     assert list_calls(answer) == [("f", {"a": 1, "b": "x"}), ("g", {})][: None if family.second else 2]
     assert parse(name, "See.\nNo call, <b>no</b> {tool}.") == ParsedAnswer("See.\nNo call, <b>no</b> {tool}.")
@@ -205,10 +196,11 @@ def test_a_call_inside_reasoning_is_reasoning(name):
 def test_the_prompt_may_begin_the_reasoning(name):
     family = FAMILIES[name]
     begin, end = family.think
-    prompt = f"{begin}of an earlier turn" + family.prompt_end
-    answer = parse(name, f"hm{end}{family.says}{family.calls}", prompt + begin)
-    assert (answer.text, answer.reasoning, len(answer.calls)) == ("See.", "hm", 2)
-    assert parse(name, family.says, prompt + f"{begin}{end}") == ParsedAnswer("See.")  # switched off
+    for start in TEMPLATES[name]["start_anchor"]:
+        prompt = f"{begin}of an earlier turn{start}"
+        answer = parse(name, f"hm{end}{family.says}{family.calls}", prompt + begin)
+        assert (answer.text, answer.reasoning, len(answer.calls)) == ("See.", "hm", 2)
+        assert parse(name, family.says, f"{prompt}{begin}{end}") == ParsedAnswer("See.")  # switched off
 
 
 @pytest.mark.parametrize("name", WRITES_JSON)
@@ -293,7 +285,7 @@ def test_damaged_strings_are_answers(name, monkeypatch):
     marks = re.findall(r"<[^>]*>|\[[A-Z_/]+\]|\w+", family.raw)
     for i in range(10_000 // len(FAMILIES) + 1):
         raw = mutate(family.raw, marks, draw)
-        answer = parse(name, raw, draw.choice(["", family.prompt_end, raw[:40]]))
+        answer = parse(name, raw, draw.choice(["", *TEMPLATES[name]["start_anchor"], raw[:40]]))
         if any(call.error for call in answer.calls):
             assert_refused(answer, raw)
         json.dumps([dict(call.arguments) for call in answer.calls], ensure_ascii=False).encode()
@@ -348,3 +340,41 @@ def test_a_tokenizer_brings_its_format():
     raw = 'hm</t>See.<c>{"name": "f", "arguments": {"a": "1"}}</c><e>'
     answer = parse(Turn("", raw, [1], Status.OK), TOOLS, "A:<t>")
     assert answer == ParsedAnswer("See.", "hm", (ToolRequest("f", {"a": 1}),))
+
+
+VLLM = {  # its parser, and how many of the two calls it reads as they are
+    "qwen3": ("qwen3_json", 2),
+    "qwen3_coder": ("qwen3_coder", 2),
+    "glm45": ("glm45", 2),
+    "kimi_k2": ("kimi_k2", 2),
+    "deepseek_v3": ("deepseek_v3", 1),  # V3.1's form has a parser of its own
+    "deepseek_v32": ("deepseek_v32", 2),
+    "mistral": ("mistral", 1),  # takes the id of a call for a part of its name
+    "granite": ("granite", 2),
+    "phi4": ("phi4_mini_json", 2),
+    "gemma4": ("gemma4", 2),
+    "functiongemma": ("functiongemma", 0),  # leaves out what has no quotes
+}
+
+
+@pytest.mark.slow
+def test_vllm_reads_the_same():
+    """vLLM 0.32. Its parser of gpt-oss reads tokens, and that of Mistral's lists needs Mistral's tokenizer."""
+    parsers = pytest.importorskip("vllm.tool_parsers").ToolParserManager
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    tokenizer = tiny_tokenizer()
+    marks = {mark for family in FAMILIES.values() for mark in re.findall(r"<[^>\s=]*>|\[[A-Z_/]+\]", family.raw)}
+    tokenizer.add_special_tokens({"additional_special_tokens": sorted(marks)})
+    tools = [
+        *TOOLS,
+        {"type": "function", "function": {"name": "g", "parameters": {"type": "object", "properties": {}}}},
+    ]
+    request = ChatCompletionRequest(messages=[{"role": "user", "content": "-"}], model="-", tools=tools)
+    for name, (parser, count) in VLLM.items():
+        raw = FAMILIES[name].says + FAMILIES[name].calls
+        theirs = parsers.get_tool_parser(parser)(tokenizer, request.tools).extract_tool_calls(raw, request)
+        calls = [(call.function.name, json.loads(call.function.arguments)) for call in theirs.tool_calls]
+        answer = parse(name, raw, tools=tools)
+        assert calls[:count] == list_calls(answer)[:count], name
+        assert (theirs.content or answer.text).strip() == answer.text == "See.", name

@@ -96,7 +96,7 @@ TEMPLATES = {
         sign="<｜tool▁call▁begin｜>",
     ),
     "deepseek_v32": _describe(
-        ["<｜Assistant｜>"],
+        ["<｜Assistant｜>", "</function_results>"],
         rf'<｜DSML｜invoke name="{_NAME}">',
         "</｜DSML｜invoke>",
         _tags(r'<｜DSML｜parameter name="(?P<key>[^"<>\n]+)"[^<>\n]*>(?P<value>.*?)</｜DSML｜parameter>'),
