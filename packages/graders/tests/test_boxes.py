@@ -82,14 +82,17 @@ def test_a_command_its_streams_and_its_exit_code(config):
             await box.run("kill -9 $$"),
             await box.run("pwd; false | cat"),
             await box.run("no_such_command"),
+            await box.run("echo \ud800 " + "#" * (2**17 - 14)),
+            *[await box.run(command) for command in ("echo a\0b", "x" * 2**17, ["echo", "x" * 10**6])],
         ]
 
-    plain, listed, killed, pipe, missing = use(config, steps)
+    plain, listed, killed, pipe, missing, surrogate, *impossible = use(config, steps)
     assert (plain.code, plain.out, plain.err, plain.timed_out) == (3, "in\n$(id) --x\n", "no\n", False)
     assert listed.out == "a  b $HOME; --version\n"
     assert (killed.code, killed.timed_out) == (137, False)
     assert (pipe.code, pipe.out) == (0, "/work\n")  # the code of the last command, as `run` says
-    assert missing.code == 127
+    assert (missing.code, surrogate.out) == (127, "?\n")
+    assert [(result.code, result.timed_out) for result in impossible] == [(126, False)] * 3
 
 
 def test_a_pipe_that_fails_can_say_so(bwrap):

@@ -14,6 +14,7 @@ from coalign_graders.box_types.config import SandboxConfig
 from coalign_graders.box_types.network import relay
 from coalign_graders.box_types.program import MAX_OUTPUT, Outcome
 
+_MAX_COMMAND = 2**17  # bytes; Linux takes no longer argument
 _MAX_CONNECTIONS = 64  # at a time; each takes two descriptors of this process
 _ACCESS_SECONDS = 60.0
 _OUTSIDE, _MISSING = 97, 98  # exit codes of the scripts
@@ -50,8 +51,11 @@ class CommandBox(ABC):
         anyway, so run `pytest` alone; or `["bash", "-o", "pipefail", "-c", "pytest | tee log"]`. Of each stream the
         first 2^20 bytes are kept. Raises SandboxError if the box has died.
         """
-        argv = ["sh", "-c", command] if isinstance(command, str) else list(command)
-        code, out, err = await self._execute(argv, seconds, stdin, env)
+        words = ["sh", "-c", command] if isinstance(command, str) else command
+        encoded = [word.encode(errors="replace") for word in words]  # lone surrogates are not worth an error
+        if b"\0" in b"".join(encoded) or sum(map(len, encoded)) >= _MAX_COMMAND:
+            return BoxResult(126, "", f"the command has a NUL, or {_MAX_COMMAND} bytes or more", False)
+        code, out, err = await self._execute([word.decode() for word in encoded], seconds, stdin, env)
         return BoxResult(code, str(out), str(err), code is None)
 
     async def write(self, path: str, data: bytes) -> None:
