@@ -49,8 +49,9 @@ class HubWorker:
         path = Path(python).expanduser()
         if not path.is_file():
             raise HubError(f"rollout.python: there is no file {path}; expected the interpreter that has verifiers")
+        # -P: this folder, whose modules have names that hubs have, too, is not searched.
         process = await asyncio.create_subprocess_exec(
-            str(path), str(_WORKER), stdin=pipe, stdout=pipe, limit=_MAX_LINE, start_new_session=True
+            str(path), "-P", str(_WORKER), stdin=pipe, stdout=pipe, limit=_MAX_LINE, start_new_session=True
         )
         assert process.stdin and process.stdout
         process.stdin.write(json.dumps({"env": env}).encode() + b"\n")
@@ -117,11 +118,11 @@ async def verifiers(
 ) -> None:
     """Play the row's ``task`` of a verifiers environment; its reward is that of the traces that verifiers trains.
 
-    ``env`` is verifiers' EnvConfig: `{taskset: {id: gsm8k-v1}, harness: {id: bash}}`. ``python``: the interpreter that
-    has verifiers and the taskset's package. `python -m coalign_agents.verifiers PYTHON ENV > tasks.jsonl` writes the
-    rows. Traces of judges and users are not trained on, nor are tries that verifiers gave up. Rewards and metrics of
-    traces are counted in `episode/verifiers/<name>`. A task that fails is dropped, unless the policy had no room left:
-    then it is a truncated sample, of reward 0 if nobody scored it.
+    ``env`` is verifiers' EnvConfig: `{taskset: {id: gsm8k-v1}, agent: {harness: {id: bash}}}`. ``python``: the
+    interpreter that has verifiers and the taskset's package. `python -m coalign_agents.verifiers PYTHON ENV` writes the
+    rows of data. Traces of judges and users are not trained on, nor are tries that verifiers gave up. Rewards and
+    metrics of traces are counted in `episode/verifiers/<name>`. A task that fails is dropped, unless the policy had no
+    room left: then it is a truncated sample, of reward 0 if nobody scored it.
     """
     worker = await _share_worker(python, env)
     session = EpisodeSession(episode, find_format(parser, episode.rendering.tokenizer), max_turns=max_turns)

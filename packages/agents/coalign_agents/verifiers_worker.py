@@ -14,8 +14,8 @@ import os
 import sys
 from typing import Any
 
-import verifiers.v1 as vf
-from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
+from verifiers.v1.utils.loaders import load_environment, resolve_env_config  # pyright: ignore[reportMissingImports]
 
 _MAX_TASKS = 1_000_000
 _MAX_LINE = 64 * 2**20  # bytes

@@ -74,14 +74,14 @@ def test_the_policy_sees_descriptions_without_titles():
     [
         (call("fails"), "raised", "Error executing tool fails"),
         (call("add", b=1), "raised", "Field required"),
-        (call("sleeps", seconds=60), "timeout", "no result within 1 s"),
+        (call("sleeps", seconds=60), "timeout", "no result within 3 s"),
         (call("exits"), "died", "ended"),
         (call("adds"), "unknown_tool", "there are: add, count"),
     ],
 )
 def test_what_goes_wrong_is_told_and_counted(asked, reason, told):
     one = episode(asked, call("count"), "Sorry")
-    running = play(tool_use, one, tools=[SERVER], tool_timeout=1)
+    running = play(tool_use, one, tools=[SERVER], tool_timeout=3)
     assert running.calls[0].error is None and one.status == Status.OK
     first, second = list_results(one)
     assert first.startswith("Error: ") and told in first and second == "1"

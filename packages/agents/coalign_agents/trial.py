@@ -47,7 +47,7 @@ def _build_tokenizer() -> Any:
 class _ScriptedPolicy:
     """Says one text after the other, and the last one again and again."""
 
-    capacity = None
+    capacity: int | None = None
 
     def __init__(self, tokenizer: Any, texts: Sequence[str]) -> None:
         self._tokenizer, self._texts = tokenizer, chain(texts, repeat(texts[-1]))
