@@ -9,9 +9,10 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from coalign_graders.box_types.command_box import MAX_OUTPUT, CommandBox, Outcome, call_program, require_program
+from coalign_graders.box_types.command_box import CommandBox
 from coalign_graders.box_types.config import SandboxConfig
 from coalign_graders.box_types.network import listen
+from coalign_graders.box_types.program import MAX_OUTPUT, Outcome, call_program, require_program
 from coalign_graders.sandbox.sandbox import SandboxError
 
 _SYSTEM = ("/usr", "/etc", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
@@ -25,7 +26,7 @@ class BubblewrapBox(CommandBox):
     def __init__(self, config: SandboxConfig, name: str) -> None:
         super().__init__(config, name)
         self._folder = Path(tempfile.gettempdir(), name)
-        self._network: int | None = None  # a descriptor, once something is exposed
+        self._namespaces: dict[str, int] = {}  # descriptors, once something is exposed
         # In place of root: who owns no file, and whose processes the kernel counts.
         self._user = str(secrets.choice(_UNUSED_IDS)) if os.geteuid() == 0 else ""
 
@@ -48,8 +49,8 @@ class BubblewrapBox(CommandBox):
 
     async def close(self) -> None:
         await super().close()
-        if self._network is not None:
-            os.close(self._network)
+        for namespace in self._namespaces.values():
+            os.close(namespace)
         await call_program(["rm", "-rf", "--", str(self._folder)])
 
     async def _give(self, folder: Path) -> None:
@@ -57,7 +58,9 @@ class BubblewrapBox(CommandBox):
             await require_program("chown", "-hR", f"{self._user}:{self._user}", "--", str(folder))
 
     async def _listen(self, port: int) -> socket.socket:
-        listener, self._network = listen(port, self._network)
+        unshare = () if self._namespaces else ("net",) if self._user else ("user", "net")
+        listener, made = await listen(port, self._enter(is_trusted=True), unshare)
+        self._namespaces |= made
         return listener
 
     async def _execute(
@@ -75,15 +78,17 @@ class BubblewrapBox(CommandBox):
             raise SandboxError(f"bwrap has died (code {code}): {err}")
         return code, out, err
 
-    def _enter(self) -> list[str]:
-        """The beginning of a command without root's rights, in the network of the box if it has one."""
-        network = [] if self._network is None else [f"--net=/proc/{os.getpid()}/fd/{self._network}"]
-        return ["nsenter", *network, "--setuid", self._user, "--setgid", self._user, "--"] if self._user else []
+    def _enter(self, *, is_trusted: bool = False) -> list[str]:
+        """The beginning of a command in the box's network, if it has one; without root's rights unless trusted."""
+        words = [f"--{name}=/proc/{os.getpid()}/fd/{descriptor}" for name, descriptor in self._namespaces.items()]
+        if self._user and not is_trusted:
+            words += ["--setuid", self._user, "--setgid", self._user]
+        return ["nsenter", *words, *([] if self._user else ["--preserve-credentials"]), "--"] if words else []
 
     def _wrap(self, env: Mapping[str, str], report: int) -> list[str]:
         memory, file = self.config.memory_mb * 2**20, self.config.file_mb * 2**20
         argv = ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"]
-        argv += [] if self._network is None else ["--share-net"]
+        argv += ["--share-net"] if self._namespaces else []
         argv += ["--clearenv", "--cap-drop", "ALL", "--json-status-fd", str(report)]
         for path in filter(os.path.exists, _SYSTEM):
             argv += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]

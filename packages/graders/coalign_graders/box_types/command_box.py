@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import socket
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePosixPath
 
 from coalign_graders.box_types.config import SandboxConfig
 from coalign_graders.box_types.network import relay
-from coalign_graders.sandbox.sandbox import SandboxError
+from coalign_graders.box_types.program import MAX_OUTPUT, Outcome
 
-MAX_OUTPUT = 2**20  # bytes of each stream
+_MAX_COMMAND = 2**17  # bytes; Linux takes no longer argument
 _MAX_CONNECTIONS = 64  # at a time; each takes two descriptors of this process
-_SETUP_SECONDS = 600.0  # podman may pull the image
 _ACCESS_SECONDS = 60.0
-_KILL_SECONDS = 5.0  # in which killed programs close their pipes
 _OUTSIDE, _MISSING = 97, 98  # exit codes of the scripts
 _WRITE = f"""d=$(dirname "$1"); mkdir -p "$d" || exit; [ -L "$1" ] && exit {_OUTSIDE}
 case $(realpath "$d")/ in /work/*) exec cat > "$1";; esac; exit {_OUTSIDE}"""
@@ -38,25 +32,6 @@ class BoxResult:
     out: str
     err: str
     timed_out: bool
-
-
-class Output:
-    """The first bytes of a stream, and how many came after them."""
-
-    def __init__(self, limit: int) -> None:
-        self.head, self.cut, self._limit = bytearray(), 0, limit
-
-    async def read(self, stream: asyncio.StreamReader) -> None:
-        while chunk := await stream.read(2**16):
-            room = self._limit - len(self.head)
-            self.head += chunk[:room]
-            self.cut += max(0, len(chunk) - room)
-
-    def __str__(self) -> str:
-        return self.head.decode(errors="replace") + (f"\n[{self.cut} bytes more]" if self.cut else "")
-
-
-Outcome = tuple[int | None, Output, Output]  # exit code, output, errors
 
 
 class CommandBox(ABC):
@@ -76,8 +51,11 @@ class CommandBox(ABC):
         anyway, so run `pytest` alone; or `["bash", "-o", "pipefail", "-c", "pytest | tee log"]`. Of each stream the
         first 2^20 bytes are kept. Raises SandboxError if the box has died.
         """
-        argv = ["sh", "-c", command] if isinstance(command, str) else list(command)
-        code, out, err = await self._execute(argv, seconds, stdin, env)
+        words = ["sh", "-c", command] if isinstance(command, str) else command
+        encoded = [word.encode(errors="replace") for word in words]  # lone surrogates are not worth an error
+        if b"\0" in b"".join(encoded) or sum(map(len, encoded)) >= _MAX_COMMAND:
+            return BoxResult(126, "", f"the command has a NUL, or {_MAX_COMMAND} bytes or more", False)
+        code, out, err = await self._execute([word.decode() for word in encoded], seconds, stdin, env)
         return BoxResult(code, str(out), str(err), code is None)
 
     async def write(self, path: str, data: bytes) -> None:
@@ -91,10 +69,9 @@ class CommandBox(ABC):
     async def expose(self, port: int) -> str:
         """Let later commands reach 127.0.0.1:``port`` of this machine at the same address, and return it.
 
-        Nothing else of this machine is reached by that. Needs root, which alone may enter another network.
+        Nothing else of this machine is reached by that. Raises SandboxError if the box's network cannot be entered,
+        as without root that of a container of docker.
         """
-        if os.geteuid() != 0:
-            raise SandboxError("`expose` needs root: nobody else may listen in a box's network")
         connect = partial(relay, port, self._free_connections)
         self._relays[port] = await asyncio.start_server(connect, sock=await self._listen(port))
         return f"127.0.0.1:{port}"
@@ -132,49 +109,3 @@ class CommandBox(ABC):
             if code != _OUTSIDE:
                 raise OSError(f"{path!r} in the box: {err if code else 'no answer'}")
         raise ValueError(f"{path!r} leads out of the box's folder")
-
-
-async def call_program(
-    argv: Sequence[str],
-    *,
-    seconds: float = _SETUP_SECONDS,
-    stdin: bytes = b"",
-    limit: int = MAX_OUTPUT,
-    pass_fds: Sequence[int] = (),
-) -> Outcome:
-    """Run a program of this machine; its process group is killed after ``seconds``, or if the caller is cancelled."""
-    pipe = asyncio.subprocess.PIPE
-    folder = tempfile.gettempdir()  # podman leaves a file `oom` where it is called
-    process = await asyncio.create_subprocess_exec(
-        *argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, pass_fds=pass_fds, cwd=folder
-    )
-    assert process.stdin and process.stdout and process.stderr  # all are pipes
-    out, err = Output(limit), Output(MAX_OUTPUT)
-    work = asyncio.gather(
-        _feed(process.stdin, stdin), out.read(process.stdout), err.read(process.stderr), process.wait()
-    )
-    in_time: set[asyncio.Future] = set()
-    try:
-        in_time, _ = await asyncio.wait([work], timeout=seconds)
-    finally:
-        if not in_time:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await asyncio.wait([work], timeout=_KILL_SECONDS)
-            work.cancel()
-    return process.returncode if in_time else None, out, err
-
-
-async def _feed(writer: asyncio.StreamWriter, data: bytes) -> None:
-    with suppress(ConnectionError):
-        writer.write(data)
-        await writer.drain()
-    writer.close()
-
-
-async def require_program(*argv: str) -> str:
-    """Run a program of this machine and return its output. Raises SandboxError if it fails."""
-    code, out, err = await call_program(argv)
-    if code != 0:
-        raise SandboxError(f"{' '.join(argv[:2])}: {str(err).strip() or 'no answer'}")
-    return str(out)

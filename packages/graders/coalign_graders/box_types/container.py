@@ -9,8 +9,9 @@ import socket
 import tempfile
 from collections.abc import Mapping
 
-from coalign_graders.box_types.command_box import MAX_OUTPUT, CommandBox, Outcome, call_program, require_program
+from coalign_graders.box_types.command_box import CommandBox
 from coalign_graders.box_types.network import listen
+from coalign_graders.box_types.program import MAX_OUTPUT, Outcome, call_program, require_program
 from coalign_graders.sandbox.sandbox import SandboxError
 
 LABEL = "coalign-box"
@@ -49,11 +50,10 @@ class ContainerBox(CommandBox):
         return (await self._do("inspect", "-f", f"{{{{.State.{field}}}}}", self.name)).strip()
 
     async def _listen(self, port: int) -> socket.socket:
-        network = os.open(f"/proc/{await self._inspect('Pid')}/ns/net", os.O_RDONLY)
-        try:
-            return listen(port, network)[0]
-        finally:
-            os.close(network)
+        folder = f"/proc/{await self._inspect('Pid')}/ns"
+        user = [f"--user={folder}/user", "--preserve-credentials"] if os.geteuid() != 0 else []
+        listener, _ = await listen(port, ["nsenter", f"--net={folder}/net", *user, "--"])
+        return listener
 
     async def _execute(
         self, argv: list[str], seconds: float, stdin: bytes, env: Mapping[str, str], limit: int = MAX_OUTPUT

@@ -3,37 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import fcntl
-import os
 import socket
-import struct
-from concurrent.futures import ThreadPoolExecutor
+import sys
+from collections.abc import Sequence
 from contextlib import suppress
 
-_CLONE_NEWNET = 0x40000000
-_SET_FLAGS, _UP = 0x8914, 1  # SIOCSIFFLAGS, IFF_UP
+from coalign_graders.box_types.program import require_program
+
+# A process of its own: one with threads can make no user namespace, and could not leave what it has entered.
+_LISTEN = """
+import ctypes, fcntl, os, socket, struct, sys
+channel, port, names = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[3:]
+user, group, libc = os.geteuid(), os.getegid(), ctypes.CDLL(None, use_errno=True)
+if libc.unshare(sum({"net": 0x40000000, "user": 0x10000000}[name] for name in names)):
+    sys.exit("making a network: " + os.strerror(ctypes.get_errno()))
+if "user" in names:
+    for file, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        open(f"/proc/self/{file}", "w").write(text)
+with socket.socket() as control:
+    fcntl.ioctl(control, 0x8914, struct.pack("16sH22x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
+listener = socket.create_server(("127.0.0.1", port))
+namespaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in names]
+socket.send_fds(channel, [b"1"], [listener.fileno(), *namespaces])
+"""
 
 
-def listen(port: int, network: int | None) -> tuple[socket.socket, int]:
-    """Listen at 127.0.0.1:``port`` in ``network``, a descriptor of its namespace; None: in a new one.
+async def listen(port: int, enter: Sequence[str], unshare: Sequence[str] = ()) -> tuple[socket.socket, dict[str, int]]:
+    """Listen at 127.0.0.1:``port`` in the network of the command that begins with ``enter``.
 
-    Returns the socket, which any thread may serve, and the network. Raises OSError without root's rights.
+    First it makes the namespaces ``unshare`` (`net`, `user`), which are returned as descriptors, beside the socket.
+    Raises SandboxError if this user may not.
     """
-
-    def enter() -> tuple[socket.socket, int]:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if (libc.unshare(_CLONE_NEWNET) if network is None else libc.setns(network, _CLONE_NEWNET)) != 0:
-            raise OSError(
-                ctypes.get_errno(), f"entering a box's network: {os.strerror(ctypes.get_errno())} (needs root)"
-            )
-        with socket.socket() as control:
-            fcntl.ioctl(control, _SET_FLAGS, struct.pack("16sH22x", b"lo", _UP))
-        listener = socket.create_server(("127.0.0.1", port))
-        return listener, os.open("/proc/thread-self/ns/net", os.O_RDONLY) if network is None else network
-
-    with ThreadPoolExecutor(1) as pool:  # a thread of its own, which ends: it cannot come back from that network
-        return pool.submit(enter).result()
+    near, far = socket.socketpair()
+    with near, far:
+        program = (*enter, sys.executable, "-S", "-c", _LISTEN, str(far.fileno()), str(port), *unshare)
+        await require_program(*program, pass_fds=(far.fileno(),))
+        _, (listener, *namespaces), _, _ = socket.recv_fds(near, 1, 3)
+    return socket.socket(fileno=listener), dict(zip(unshare, namespaces, strict=True))
 
 
 async def relay(port: int, free: asyncio.Semaphore, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
