@@ -64,12 +64,18 @@ class ApiKey:
     """The key that requests must bring, if there is one."""
 
     def __init__(self, key: str | None) -> None:
-        self._expected = None if key is None else f"Bearer {key}".encode()
+        self._expected = None if key is None else key.encode()
 
     def check(self, request: Request) -> None:
         """Raise HttpRefusal (401) for a request without the key."""
-        sent = request.headers.get("Authorization", "").encode()
-        if self._expected is not None and not hmac.compare_digest(sent, self._expected):
+        if self._expected is None:
+            return
+        scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+        sent = (
+            bearer if scheme == "Bearer" else "",
+            request.headers.get("x-api-key", ""),
+        )  # Anthropic's clients send the second
+        if not any(hmac.compare_digest(key.encode(), self._expected) for key in sent):
             raise HttpRefusal(401, "a key is needed: Authorization: Bearer …", {"WWW-Authenticate": "Bearer"})
 
 

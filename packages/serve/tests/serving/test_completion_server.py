@@ -260,6 +260,8 @@ def test_a_key_is_asked_for(model):
         assert status == 401 and "a key is needed" in answer["error"]["message"]
         assert call(f"{base}/v1/completions", {"model": NAME, "prompt": "a"})[0] == 401
         assert call(f"{base}/v1/models", Authorization="Bearer s3cret")[0] == 200
+        assert call(f"{base}/v1/models", **{"x-api-key": "s3cret"})[0] == 200
+        assert call(f"{base}/v1/models", **{"x-api-key": "secret"})[0] == 401
         assert call(f"{base}/health")[0] == 200
 
 
