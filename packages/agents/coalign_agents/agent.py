@@ -66,8 +66,9 @@ class AgentClient:
             raise ValueError("this client gives whole answers; with `serve_http` any client has streams")
         body = json.dumps({"model": "policy", **request}, default=_dump).encode()
         reply = dialect(dialect.read(body), secrets.token_hex(12))
-        reply.prompt_tokens, answers = await self._session.answer(reply.question)
-        return json.loads(json.dumps(reply.write(answers)), object_hook=Record)
+        outcome = await self._session.answer(reply.question)
+        reply.prompt_tokens = outcome.prompt_tokens
+        return json.loads(json.dumps(reply.write(outcome.answers)), object_hook=Record)
 
 
 def _wait(events: asyncio.AbstractEventLoop, create: Any, **request: Any) -> Record:

@@ -28,8 +28,8 @@ from coalign.http_server import (
     read_body,
     respond,
 )
-from coalign_agents.session import EpisodeSession
-from coalign_serve.dialects import DIALECTS, Answer, Dialect, Messages
+from coalign_agents.session import EpisodeSession, PendingAnswer
+from coalign_serve.dialects import DIALECTS, Dialect, Messages
 from coalign_serve.serving.completion_server import describe_error
 from coalign_serve.serving.listener import serve_within, wait_for_disconnect
 
@@ -99,38 +99,45 @@ class Gateway:
         session.count_uses(dialect.__name__, question)
         reply = dialect(question, secrets.token_hex(12))
         label = next((request.headers[name] for name in _LABELS if name in request.headers), "")
-        task = asyncio.ensure_future(session.answer(question, label, body))
+        is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"  # OpenAI's and Anthropic's clients
+        answer = await session.begin(question, label, body, is_retry)
         if question.stream:
-            await asyncio.wait({task}, timeout=self.config.keepalive)
-            if task.done():
-                task.result()  # a refusal has a status of its own
-            return EventStream(self._stream(reply, task))
+            await asyncio.wait({answer.task}, timeout=self.config.keepalive)
+            if answer.task.done() and answer.task.exception() is not None:
+                session.done(body, answer)
+                answer.task.result()  # raises: a refusal has a status of its own
+            return EventStream(self._stream(reply, answer, session, body))
         leaving = asyncio.ensure_future(wait_for_disconnect(request))
-        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        leaving.cancel()
-        if not task.done():
-            task.cancel()
+        await asyncio.wait({answer.task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if leaving.done():
+            session.leave(body, answer)
             raise HttpRefusal(499, "the client has left")
-        reply.prompt_tokens, answers = task.result()
-        return respond(reply.write(answers))
+        leaving.cancel()
+        session.done(body, answer)
+        outcome = answer.task.result()
+        reply.prompt_tokens = outcome.prompt_tokens
+        return respond(reply.write(outcome.answers))
 
     async def _stream(
-        self, reply: Dialect, task: asyncio.Task[tuple[int, list[Answer]]]
+        self, reply: Dialect, answer: PendingAnswer, session: EpisodeSession, body: bytes
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of an answer, which is computed whole: a turn counts only when it is complete."""
+        is_sent = False
         try:
-            while not task.done():
+            while not answer.task.done():
                 yield reply.wait()
-                await asyncio.wait({task}, timeout=self.config.keepalive)
+                await asyncio.wait({answer.task}, timeout=self.config.keepalive)
             try:
-                reply.prompt_tokens, answers = task.result()
+                outcome = answer.task.result()
             except HttpRefusal as error:
                 yield reply.fail(error.status, str(error))
-                return
-            for event in reply.write_events(answers):
-                yield event
+            else:
+                reply.prompt_tokens = outcome.prompt_tokens
+                for event in reply.write_events(outcome.answers):
+                    yield event
+            is_sent = True
         finally:
-            task.cancel()
+            session.done(body, answer) if is_sent else session.leave(body, answer)
 
     async def _count_tokens(self, request: Request) -> dict[str, Any]:
         session = self._find(request)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
+from typing import NamedTuple
 
 from coalign.environments.episode import Episode, OutOfTokens
 from coalign.environments.tree import Turn
@@ -15,7 +16,27 @@ from coalign_serve.dialects import Answer, Question
 from coalign_serve.dialects.answer import PROMPT_END, read_answer
 from coalign_serve.formats import AnswerFormat
 
+_GRACE = 0.02  # seconds in which the news arrive that a client has left which asks again
 _NO_RETRY = {"x-should-retry": "false"}  # read by OpenAI's and Anthropic's clients, which repeat status 409
+
+
+class Outcome(NamedTuple):
+    """The turns that a question gave, and what they answer."""
+
+    turns: list[Turn]
+    answers: list[Answer]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.turns[0].start
+
+
+@dataclass(eq=False)
+class PendingAnswer:
+    """The answers to a request, which may be computed still. ``is_read``: they were sent to a client that waited."""
+
+    task: asyncio.Task[Outcome]
+    is_read: bool = False
 
 
 class EpisodeSession:
@@ -36,7 +57,9 @@ class EpisodeSession:
         self.uses: Counter[tuple[str, str]] = Counter()  # what HTTP requests asked for: (what of them, its name)
         self._asked = 0
         self._is_over = False
-        self._unread: dict[bytes, asyncio.Task[list[tuple[Turn, Answer]]]] = {}  # whose clients have left, by request
+        self._latest: dict[bytes, PendingAnswer] = {}  # the last one that was begun, by its request
+        self._waiting: Counter[bytes] = Counter()  # requests whose clients wait
+        self._unread: dict[bytes, list[PendingAnswer]] = defaultdict(list)  # answers whose clients have left
 
     @property
     def is_cut(self) -> bool:
@@ -48,35 +71,51 @@ class EpisodeSession:
         """Tokens of the longest conversation that fits."""
         return self.episode.capacity
 
-    async def answer(self, question: Question, label: str = "", request: bytes = b"") -> tuple[int, list[Answer]]:
-        """Return the tokens before the answers, and the answers. ``label`` says whose conversation it is.
+    async def answer(self, question: Question) -> Outcome:
+        """Answer a question of this process."""
+        return await self._compute(question, "")
 
-        Where the caller is cancelled, since its client has left, the turns are computed all the same: the same
-        ``request`` then gets them. Without it a question is computed anew.
+    async def begin(self, question: Question, label: str, request: bytes, is_retry: bool = False) -> PendingAnswer:
+        """Begin to answer a question that came as ``request``. ``label`` says whose conversation it is.
+
+        If a client has left that had asked the same (`leave`), its answer is taken. A client that says that it asks
+        again (``is_retry``) gets the one that is being computed, or the last one, too: it may have missed that. Equal
+        requests alone prove nothing, since an agent may ask twice. Call `leave` or `done` at the end.
         """
         key = blake2b(request).digest()
-        if request and (waiting := self._unread.pop(key, None)):
-            self.episode.count("retries_joined")
-            task = waiting
+        if self._waiting[key] and not is_retry:
+            await asyncio.sleep(_GRACE)
+        answer = self._unread[key].pop(0) if self._unread[key] else self._latest.get(key) if is_retry else None
+        if answer is None:
+            answer = PendingAnswer(asyncio.ensure_future(self._compute(question, label)))
+            self._latest = {key: answer}
         else:
-            task = asyncio.ensure_future(self._compute(question, label))
-        try:
-            turns = await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if request and not task.cancelled():
-                self._unread[key] = task
-            raise
-        first, _ = turns[0]
-        return first.start, [answer for _, answer in turns]
+            self.episode.count("retries_joined")
+        self._waiting[key] += 1
+        return answer
+
+    def done(self, request: bytes, answer: PendingAnswer) -> None:
+        """The answer was sent, or a refusal."""
+        key = blake2b(request).digest()
+        self._waiting[key] -= 1
+        answer.is_read = True
+        self._unread[key] = [other for other in self._unread[key] if other is not answer]
+
+    def leave(self, request: bytes, answer: PendingAnswer) -> None:
+        """The client has left before it had its answer, which is computed all the same: it may ask again."""
+        key = blake2b(request).digest()
+        self._waiting[key] -= 1
+        if not answer.is_read:
+            self._unread[key].append(answer)
 
     def close(self) -> None:
         """Answer nothing more. What nobody has read did nothing for the reward, and is not trained on."""
         self._is_over = True
-        for task in self._unread.values():
+        for task in (answer.task for answers in self._unread.values() for answer in answers):
             if not task.done():
                 task.cancel()
             elif not task.cancelled() and task.exception() is None:
-                for turn, _ in task.result():
+                for turn in task.result().turns:
                     turn.trained = False
                     self.episode.count("unread")
 
@@ -92,7 +131,7 @@ class EpisodeSession:
         named = [("dialect", dialect), ("model", question.model or "(none)")]
         self.uses.update([*named, *(("feature", name) for name, is_used in uses.items() if is_used)])
 
-    async def _compute(self, question: Question, label: str) -> list[tuple[Turn, Answer]]:
+    async def _compute(self, question: Question, label: str) -> Outcome:
         episode = self.episode
         if self._is_over:
             raise HttpRefusal(409, "the episode has ended", _NO_RETRY)
@@ -103,7 +142,7 @@ class EpisodeSession:
         for name in [f"tools.{tool}" for tool in question.dropped_tools] + [*question.settings]:
             episode.count(f"ignored/{name}")
         turns = await asyncio.gather(*(self._ask(question, label) for _ in range(question.answers)))
-        return [(turn, self._answer(turn, question)) for turn in turns]
+        return Outcome(turns, [self._answer(turn, question) for turn in turns])
 
     async def _ask(self, question: Question, label: str) -> Turn:
         try:

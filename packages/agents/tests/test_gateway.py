@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import random
+import socket
 import threading
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +19,7 @@ from coalign_agents.session import EpisodeSession
 from coalign_serve.dialects import ChatCompletions
 from coalign_serve.dialects.question import MAX_ANSWERS
 from coalign_serve.formats import find_format
-from tests.environments.helpers import Script, chosen, episode, play
+from tests.environments.helpers import TOKENIZER, Script, chosen, episode, play
 
 HERE = "packages.agents.tests.test_gateway"
 QUESTION = [{"role": "user", "content": "2+3?"}]
@@ -150,14 +153,52 @@ def times_out(address, row):
 
 def test_the_retry_of_a_client_that_timed_out_gets_its_answer():
     """AReaL 1498: a retry split the trajectory. verifiers 2164, 2368: replays looped, and their cache grew."""
-    policy = Slow("first", "streamed", "third")
-    POLICIES["retries"] = policy
+    policy = POLICIES["retries"] = Slow("first", "streamed", "third")
     one = episode(policy=policy, script="retries")
     running = play(agent, one, run=f"{HERE}:times_out", serve_http=True, gateway={"keepalive": 0.2})
     assert running.calls[0].error is None
     # The whole answer is joined; the streamed one is another request, which nobody asks for again; the third is new.
     assert one.counts["retries_joined"] == 1 and one.counts["turns"] == 3
     assert one.counts["unread"] == 1 and len(one.rows) == 2 and chosen(one.rows[1]) == "third<|im_end|>"
+
+
+class Hesitant(Script):
+    """Takes up to a tenth of a second for an answer, which says how many it has given to this conversation."""
+
+    async def respond(self, tokens, **asked):
+        await asyncio.sleep(random.random() / 10)
+        self.says.append(f"answer {TOKENIZER.decode(tokens).count('answer') + 1}")
+        return await super().respond(tokens, **asked)
+
+
+def loses_patience(address, row):
+    """A client that hangs up again and again, and asks the same once more."""
+    host, port = address.removeprefix("http://").split("/")[0].split(":")
+    path, messages = f"/{address.split('/', 3)[3]}/chat/completions", [*QUESTION]
+    for turn in range(1, 6):
+        body = json.dumps({"messages": messages}).encode()
+        said, tries = b"", 0
+        while not said:
+            head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\nConnection: close\r\n"
+            head += f"x-stainless-retry-count: {tries}\r\n\r\n"
+            tries += 1
+            with socket.create_connection((host, int(port)), timeout=random.random() / 15 + 1e-3) as connection:
+                connection.sendall(head.encode() + body)
+                with contextlib.suppress(TimeoutError):
+                    said = b"".join(iter(lambda connection=connection: connection.recv(65536), b""))
+        message = json.loads(said.split(b"\r\n\r\n", 1)[1])["choices"][0]["message"]
+        assert message["content"] == f"answer {turn}"
+        messages += [message, {"role": "user", "content": "more"}]
+    return 1.0
+
+
+def test_no_turn_is_lost_or_doubled_when_clients_die():
+    many = [episode(policy=Hesitant([]), index=i) for i in range(24)]
+    running = play(agent, *many, timeout=120.0, run=f"{HERE}:loses_patience", serve_http=True)
+    assert not [call.error for call in running.calls if call.error]
+    for one in many:
+        assert sum(turn.trained for turn in one.tree.turns) == 5 and len(one.rows) == 1
+    assert sum(one.counts["retries_joined"] for one in many) > 20
 
 
 def waits(address, row):

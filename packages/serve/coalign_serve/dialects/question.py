@@ -193,7 +193,7 @@ def _read_part(part: Any) -> Json:
     if part.get("type") == "image" and isinstance(source, dict):
         url = source.get("url") or f"data:{source.get('media_type')};base64,{source.get('data')}"
         return {"type": "image_url", "image_url": {"url": url}}
-    if part.get("type") in ("text", "input_text", "output_text", "refusal"):
+    if part.get("type") in ("text", "input_text", "output_text", "reasoning_text", "refusal"):
         return {"type": "text", "text": part.get("text") or part.get("refusal") or ""}
     return part if part.get("type") in ("image_url", "input_image") else {"type": "text", "text": f"[{part['type']}]"}
 

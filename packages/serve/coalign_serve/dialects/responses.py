@@ -42,7 +42,7 @@ class _Body(RequestBody):
 
 class Responses(Dialect):
     path = "/responses"
-    describe_error = ChatCompletions.describe_error
+    describe_error = staticmethod(ChatCompletions.describe_error)
 
     def __init__(self, question: Question, identity: str) -> None:
         super().__init__(question, identity)
