@@ -19,13 +19,13 @@ from tests.architecture.test_imports import COMPANION_FILES, FILES, PACKAGE, nam
 # Lines that a room may have. A change that needs more moves or removes something, or raises the budget and says why.
 BUDGETS = {
     "algorithms": 2_540,
-    "backends": 10_010,
+    "backends": 10_005,
     "checkpoint": 1_260,
     "cli": 495,
     "cluster": 6_640,
-    "config": 3_410,
-    "data": 5_915,
-    "engine": 5_065,
+    "config": 3_405,
+    "data": 5_940,
+    "engine": 5_060,
     "environments": 1_275,
     "launch": 1_630,
     "processes": 845,
@@ -37,7 +37,7 @@ BUDGETS = {
     "weights": 2_040,
     "": 2_850,  # modules beside the rooms
 }
-CORE_FILES, CORE_LINES = 290, 48_000
+CORE_FILES, CORE_LINES = 290, 48_010
 # Words that stand for a noun in a name: `found` for the nodes that were found.
 FILLERS = {
     *("found", "part", "parts", "each", "own", "kind", "kinds", "place", "places", "whole", "late", "begun", "most"),

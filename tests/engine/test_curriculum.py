@@ -11,6 +11,8 @@ from coalign.engine.rollouts.selection import Curriculum, _hash_row, pass_rates
 class Numbers:
     """A loader whose n-th row asks for n modulo ``count``."""
 
+    by_share = False
+
     def __init__(self, count):
         self.count, self.drawn, self.batch_size = count, 0, 2
 

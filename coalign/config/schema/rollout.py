@@ -21,15 +21,11 @@ class EnvironmentConfig(Function):
     """In place of `rollout.timeout`."""
 
 
-class RolloutConfig(Function):
+class RolloutConfig(EnvironmentConfig):
     """The environment that produces samples: a function of coalign.environments, or a dotted path; and its limits."""
 
-    home = "coalign.environments"
-
     fn: str = "single_turn"
-    environments: Annotated[
-        dict[EnvironmentName, EnvironmentConfig], Field(examples=[{"sums": {"fn": "single_turn"}}])
-    ] = {}
+    environments: dict[EnvironmentName, EnvironmentConfig] = {}
     """In place of `fn`: several environments by name. Each row of data names its own (`environment` of its source, or
     of the row itself)."""
     timeout: PositiveFloat = 300.0
