@@ -11,8 +11,6 @@ from coalign.engine.rollouts.selection import Curriculum, _hash_row, pass_rates
 class Numbers:
     """A loader whose n-th row asks for n modulo ``count``."""
 
-    by_share = False
-
     def __init__(self, count):
         self.count, self.drawn, self.batch_size = count, 0, 2
 
@@ -21,6 +19,9 @@ class Numbers:
         self.drawn += rows
         asked = [{"prompt": str(n % self.count), "_row": n, "_source": "x"} for n in group.tolist()]
         return Batch(torch.ones(rows), {"tokens": group.int()}, {"group": group, "rows": asked})
+
+    def give_back(self, rows):
+        """Every row has the same source."""
 
 
 def scored(*rewards_of):

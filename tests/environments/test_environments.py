@@ -17,7 +17,7 @@ from coalign.config.schema import RolloutConfig
 from coalign.environments.conversation import find_environments
 from coalign.launch.plan import prepare
 from tests.environments.helpers import TOOLS_CHATML
-from tests.runs import metrics, run, run_in_two_parts, run_to_end, samples, settings, weights_hash
+from tests.runs import metrics, run, run_in_two_parts, run_to_end, samples, settings, show_check, weights_hash
 
 HERE = "tests.environments.test_environments"
 
@@ -107,8 +107,11 @@ def test_a_row_names_its_environment_before_its_source_does(tmp_path):
     ],
 )
 def test_a_row_without_an_environment_of_the_run_is_refused(tmp_path, added, told):
+    config = mixed(tmp_path, {"rows": added})
     with pytest.raises(WorkerError, match=told):
-        run(mixed(tmp_path, {"rows": added}))
+        run(config)
+    with pytest.raises(ConfigError, match=told):
+        show_check(config)
 
 
 def test_an_environment_that_fails_does_not_end_the_others(tmp_path, caplog):

@@ -54,8 +54,7 @@ class Curriculum:
             drawn += missing
             wanted = [self._is_wanted(row, step) for row in prompts["rows"]]
             chosen.append(prompts.select(torch.tensor(wanted, dtype=torch.bool)))
-            if self.loader.by_share:
-                self.loader.give_back(row for row, wants in zip(prompts["rows"], wanted, strict=True) if not wants)
+            self.loader.give_back(row for row, wants in zip(prompts["rows"], wanted, strict=True) if not wants)
             missing -= len(chosen[-1])
             if missing and drawn > rows + 2 * len(self.shares):
                 raise RuntimeError(
