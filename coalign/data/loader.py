@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,7 +17,7 @@ from coalign.companions import FORMATS, load
 from coalign.config.errors import ConfigError, ConfigProblem
 from coalign.config.schema import DataConfig, RunConfig, SourceConfig
 from coalign.data.batch import Batch
-from coalign.data.examples import Example, RowEncoder, RowLimit, build_batch
+from coalign.data.examples import MARKS, Example, RowEncoder, RowLimit, build_batch
 from coalign.data.kinds import KINDS
 from coalign.data.order import DrawOrder, ScannedSource, ShuffledOrder, StreamedOrder, check_same_settings
 from coalign.data.shuffle import DataPhase, draw_uniform
@@ -38,10 +38,12 @@ MIX, SHUFFLE = 0, 1  # separate the two streams of random numbers
 class Loader:
     """Draws batches without end.
 
-    ``weights`` are the relative probabilities of the sources at each draw; a source with weight 0 is never drawn. A
-    batch has ``batch_size`` rows or, with ``batch_tokens``, that many tokens on average: rows are drawn until they hold
-    them, and the excess of the last row counts for the next batch. So N tokens make N / batch_tokens batches, whatever
-    the lengths of the rows. A batch has at least ``min_rows`` rows.
+    ``weights`` are the relative probabilities of the sources at each draw; a source with weight 0 is never drawn. With
+    ``by_share`` their shares of all draws are exact instead, to less than a row.
+
+    A batch has ``batch_size`` rows or, with ``batch_tokens``, that many tokens on average: rows are drawn until they
+    hold them, and the excess of the last row counts for the next batch. So N tokens make N / batch_tokens batches,
+    whatever the lengths of the rows. A batch has at least ``min_rows`` rows.
 
     The column ``group`` is the number of the draw (from 0, unique in the run). ``len(loader)`` is the number of batches
     per epoch, in which as many rows are drawn as the sources have in total.
@@ -58,6 +60,7 @@ class Loader:
         min_rows: int = 1,
         allow_changed: bool = False,
         encoders: Sequence[RowEncoder] = (),
+        by_share: bool = False,
     ) -> None:
         """At least one weight must be positive.
 
@@ -69,6 +72,8 @@ class Loader:
         self._seed, self._allow_changed = seed, allow_changed
         *_, total = shares = list(accumulate(weights))
         self._until = [share / total for share in shares]
+        self._shares, self.by_share = [weight / total for weight in weights], by_share
+        self._counts, self._owed = [0] * len(weights), [0.0] * len(weights)  # draws by share; rows that were given back
         self._drawable = [order for order, weight in zip(orders, weights, strict=True) if weight]
         self._excess = 0  # tokens of the batches so far beyond their batch_tokens
 
@@ -118,10 +123,7 @@ class Loader:
 
     def count_by_source(self) -> dict[str, int]:
         """Count the usable rows that have been read, by the name of their source."""
-        counts: Counter[str] = Counter()
-        for encoder in self._encoders:
-            counts.update(encoder.count_by_source())
-        return counts
+        return sum((Counter(encoder.count_by_source()) for encoder in self._encoders), Counter())
 
     def all(self, limit: int | None = None) -> Iterator[tuple[str, Batch]]:
         """Yield all usable rows (at most ``limit`` of a source) in file order: (source, up to ``batch_size`` rows).
@@ -146,7 +148,8 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """The cursor (a few numbers) and a fingerprint of the data, as JSON values."""
         sources = [order.state_dict() for order in self.orders]
-        return {"drawn": self.drawn, "over": self._excess, "seed": self._seed, "sources": sources}
+        state = {"drawn": self.drawn, "over": self._excess, "seed": self._seed, "sources": sources}
+        return {**state, "counts": [*self._counts], "owed": [*self._owed]} if self.by_share else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state`` was taken. ValueError if the data, the seed or the order differ."""
@@ -158,6 +161,16 @@ class Loader:
         for order, saved in zip(self.orders, state["sources"], strict=True):
             order.load_state_dict(saved, allow_changed=self._allow_changed)
         self.drawn, self._excess = state["drawn"], state["over"]
+        self._counts, self._owed = state.get("counts", self._counts), state.get("owed", self._owed)
+
+    def give_back(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """With ``by_share``, draw from the sources of ``rows`` of data, of which nothing came, before all others.
+
+        A source is owed no more than its share of a batch, so that one of which nothing ever comes leaves room.
+        """
+        names = [order.name for order in self.orders]
+        for source in (names.index(row[MARKS[0]]) for row in rows if self.by_share):
+            self._owed[source] = min(self._owed[source] + 1, max(1.0, self._shares[source] * self.batch_size))
 
     def _rows_of_a_batch(self) -> list[list[Example]]:
         if self.batch_tokens is None:
@@ -170,10 +183,24 @@ class Loader:
         return drawn
 
     def _draw(self) -> list[Example]:
-        point = draw_uniform(self._seed, MIX, self.drawn)
-        which = next(i for i, until in enumerate(self._until) if point < until)
+        source = self._choose_source()
         self.drawn += 1
-        return self.orders[which].next()
+        return self.orders[source].next()
+
+    def _choose_source(self) -> int:
+        if not self.by_share:
+            point = draw_uniform(self._seed, MIX, self.drawn)
+            return next(i for i, until in enumerate(self._until) if point < until)
+        if max(self._owed) >= 1:
+            source = self._owed.index(max(self._owed))
+            self._owed[source] -= 1
+            return source
+        total = sum(self._counts) + 1
+        lacking = [round(s * total - count, 9) for s, count in zip(self._shares, self._counts, strict=True)]
+        # Of several that lack as much any may be first, so that no step begins with the same source.
+        source = max(range(len(lacking)), key=lambda i: (lacking[i], draw_uniform(self._seed, MIX, self.drawn, i)))
+        self._counts[source] += 1
+        return source
 
 
 def _build_numbered_batch(rows: Sequence[tuple[int, list[Example]]]) -> Batch:
@@ -224,6 +251,7 @@ def build_loader(
         min_rows=min_rows,
         allow_changed=allow_changed,
         encoders=encoders,
+        by_share=any(source.environment for source in sources),
     )
 
 

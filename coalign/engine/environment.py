@@ -202,6 +202,10 @@ class Environment:
             stats = merge_stats([stats, curriculum.note(batches["shares"].fetch(), version)])
         if (lengths := self.selection.lengths) and "lengths" in batches:
             lengths.note(batches["lengths"].fetch())
+        if "groups" in batches and done.prompts and self.unfinished.config.environments:
+            kept, groups = set(list_groups(batches["groups"].group)), done.prompts["group"].tolist()
+            rows = zip(done.prompts["rows"], groups, strict=True)
+            self.loader.give_back(row for row, group in rows if group not in kept)
         if "groups" in batches and len(batches["groups"]):
             ages = batches["ages"].fetch()["oldest"] if "ages" in batches else done.version
             self.pool.add(batches["groups"], ages)

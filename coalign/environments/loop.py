@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from itertools import groupby
 from typing import Any
 
@@ -137,7 +138,8 @@ class EnvironmentLoop(EventLoopThread):
 class EnvironmentBatch:
     """The episodes of one batch, whose environments are started at once. A loop may run several batches.
 
-    Once ``min_groups`` groups are done, the episodes of the others end as PARTIAL.
+    Once ``min_groups`` groups are done, the episodes of the others end as PARTIAL: of several environments each one's,
+    once it has its share of ``min_groups``.
     """
 
     def __init__(
@@ -156,8 +158,11 @@ class EnvironmentBatch:
             environment = choose_environment(environments, group[0].row)
             split = [group] if environment.grouped else [[episode] for episode in group]
             self.calls += [self._call(environment, episodes) for episodes in split]
-        self._min_groups = min_groups
-        self._left = Counter(call.group for call in self.calls)  # calls of each group that are not done
+        self._left = {key: Counter[int]() for key in environments}  # calls of each group that are not done
+        for call in self.calls:
+            self._left[call.environment.key][call.group] += 1
+        groups = sum(map(len, self._left.values()))
+        self._min_share = None if min_groups is None else Fraction(min_groups, max(1, groups))  # for each environment
         self._tasks: dict[EnvironmentCall, asyncio.Task[None]] = {}  # those under way
         self.done = not self.calls
         loop.watch(self)
@@ -245,21 +250,24 @@ class EnvironmentBatch:
         call.clock.end()
         for episode in call.episodes:
             episode.close(status)
-        self._left[call.group] -= status != Status.PARTIAL
+        self._left[call.environment.key][call.group] -= status != Status.PARTIAL
         if task is not asyncio.current_task():
             task.cancel()
 
     def _check(self) -> None:
-        complete = sum(not left for left in self._left.values())
-        if self._min_groups is not None and complete >= self._min_groups:
-            self._cut()
+        for key, left in self._left.items():
+            complete = sum(not calls for calls in left.values())
+            if self._min_share is not None and complete >= self._min_share * len(left):
+                self._cut(key)
         self.done = not self._tasks
         self.loop.news.set()
 
-    def _cut(self) -> None:
+    def _cut(self, key: str | None = None) -> None:
+        """End the episodes that are under way, of all environments or of one."""
         for call in list(self._tasks):
-            self._settle(call, Status.PARTIAL)
-        self.done = True
+            if key in (None, call.environment.key):
+                self._settle(call, Status.PARTIAL)
+        self.done = not self._tasks
         self.loop.news.set()
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from coalign import load_config
 from coalign.cluster.future import WorkerError
@@ -15,7 +17,7 @@ from coalign.config.schema import RolloutConfig
 from coalign.environments.conversation import find_environments
 from coalign.launch.plan import prepare
 from tests.environments.helpers import TOOLS_CHATML
-from tests.runs import metrics, run, run_in_two_parts, run_to_end, samples, settings, weights_hash
+from tests.runs import metrics, run, run_in_two_parts, run_to_end, samples, settings, show_check, weights_hash
 
 HERE = "tests.environments.test_environments"
 
@@ -90,10 +92,10 @@ def test_a_run_goes_on_to_the_same_weights(tmp_path, more):
 
 
 def test_a_row_names_its_environment_before_its_source_does(tmp_path):
-    config = mixed(tmp_path, {"rows": {"environment": "twice"}, "plain": {}})
+    config = mixed(tmp_path, {"rows": {"environment": "twice"}})
     config["data"]["train"][0]["environment"] = "plain"
     run(config)
-    assert list_played(config) == {("rows", 4), ("plain", 2)}
+    assert list_played(config) == {("rows", 4)}
 
 
 @pytest.mark.parametrize(
@@ -105,8 +107,11 @@ def test_a_row_names_its_environment_before_its_source_does(tmp_path):
     ],
 )
 def test_a_row_without_an_environment_of_the_run_is_refused(tmp_path, added, told):
+    config = mixed(tmp_path, {"rows": added})
     with pytest.raises(WorkerError, match=told):
-        run(mixed(tmp_path, {"rows": added}))
+        run(config)
+    with pytest.raises(ConfigError, match=told):
+        show_check(config)
 
 
 def test_an_environment_that_fails_does_not_end_the_others(tmp_path, caplog):
@@ -155,3 +160,40 @@ def test_refusals(tmp_path, rollout, source, told):
 def test_one_environment_that_has_a_name_is_a_run_with_environments():
     environments = find_environments(RolloutConfig(environments={"a": {"fn": f"{HERE}:duel"}}, timeout=7.0))
     assert (environments["a"].timeout, environments["a"].grouped, environments["a"].name) == (7.0, True, "a")
+
+
+def count_groups(line: dict[str, float]) -> list[float]:
+    return [line.get(f"episode/{name}/groups", 0) for name in ("plain", "twice")]
+
+
+def test_a_step_has_each_environment_by_its_share(tmp_path):
+    config = mixed(tmp_path, steps=4)
+    config["data"]["train"][0]["weight"] = 2.0
+    counts = [count_groups(line) for line in run_to_end(config)]
+    assert [sum(step) for step in counts] == [8] * 4
+    for step in range(1, 5):  # largest remainders over all steps: never a row from the exact share
+        assert abs(sum(plain for plain, _ in counts[:step]) - 8 * step * 2 / 3) < 1
+
+
+def even(rows: list[dict[str, Any]], group: torch.Tensor) -> torch.Tensor:
+    """A filter that drops half of the groups of `twice`."""
+    return torch.tensor([row["environment"] == "plain" or int(row["prompt"].split()[1]) % 2 == 0 for row in rows])
+
+
+def test_what_a_filter_drops_is_drawn_again_from_the_same_source(tmp_path):
+    config = mixed(tmp_path, steps=6) | {"filter": {"fn": f"{HERE}:even", "max_rounds": 20}}
+    counts = [count_groups(line) for line in run_to_end(config)]
+    assert all(sum(step) == 8 and min(step) > 0 for step in counts)
+    plain, twice = (sum(numbers) for numbers in zip(*counts, strict=True))
+    assert abs(plain - twice) <= 8  # without it 32 and 16
+
+
+async def slow(episode):
+    await asyncio.sleep(0.3)
+    await episode.generate(max_new_tokens=4)
+
+
+def test_oversampling_keeps_the_share_of_a_slow_environment(tmp_path):
+    config = mixed(tmp_path)
+    config["rollout"] = {"environments": {"plain": "single_turn", "twice": f"{HERE}:slow"}, "oversample": 2.0}
+    assert [count_groups(line) for line in run_to_end(config)] == [[4, 4]] * 3

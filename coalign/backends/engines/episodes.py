@@ -195,24 +195,20 @@ class EpisodeRunner:
 
         One of several environments may fail in all calls of a batch, but not of _MAX_FAILED_BATCHES in a row.
         """
-        for key in self.environments:
-            self._report_failures(key, [call for call in calls if call.environment.key == key])
-
-    def _report_failures(self, key: str, calls: Sequence[EnvironmentCall]) -> None:
-        failed = [call for call in calls if call.error is not None]
-        if calls:
-            self._failed_batches[key] = self._failed_batches[key] + 1 if len(failed) == len(calls) else 0
-        if not failed:
-            return
-        first = failed[0]
-        counts, cause = f"{len(failed)} of {len(calls)} calls", f"{first.reason}: {first.error}"
-        name = f"environment '{key}'" if key else "environment"
-        message = f"the {name} failed in {counts}; first on group {first.group}: {cause}"
-        if self._failed_batches[key] >= (_MAX_FAILED_BATCHES if key else 1):
-            raise EpisodesFailed(message) from first.error
-        fresh = [call for call in failed if call.reason not in self._shown]
-        self._shown.update(call.reason for call in failed)
-        log.warning(message, exc_info=fresh[0].error if fresh else None)
+        for key in {call.environment.key: call for call in calls}:
+            made = [call for call in calls if call.environment.key == key]
+            failed = [call for call in made if call.error is not None]
+            self._failed_batches[key] = self._failed_batches[key] + 1 if len(failed) == len(made) else 0
+            if not failed:
+                continue
+            first, name = failed[0], f"environment '{key}'" if key else "environment"
+            counts, cause = f"{len(failed)} of {len(made)} calls", f"{first.reason}: {first.error}"
+            message = f"the {name} failed in {counts}; first on group {first.group}: {cause}"
+            if self._failed_batches[key] >= (_MAX_FAILED_BATCHES if key else 1):
+                raise EpisodesFailed(message) from first.error
+            fresh = [call for call in failed if call.reason not in self._shown]
+            self._shown.update(call.reason for call in failed)
+            log.warning(message, exc_info=fresh[0].error if fresh else None)
 
 
 def _to_batch(samples: Batch, episodes: Sequence[Episode]) -> Batch:

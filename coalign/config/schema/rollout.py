@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from coalign.config.errors import Conflict
 from coalign.config.schema.section import Function, Probability, Section
-
-EnvironmentName = Annotated[str, Field(pattern=r"^[\w-]+$")]
 
 
 class EnvironmentConfig(Function):
@@ -21,15 +20,11 @@ class EnvironmentConfig(Function):
     """In place of `rollout.timeout`."""
 
 
-class RolloutConfig(Function):
+class RolloutConfig(EnvironmentConfig):
     """The environment that produces samples: a function of coalign.environments, or a dotted path; and its limits."""
 
-    home = "coalign.environments"
-
     fn: str = "single_turn"
-    environments: Annotated[
-        dict[EnvironmentName, EnvironmentConfig], Field(examples=[{"sums": {"fn": "single_turn"}}])
-    ] = {}
+    environments: dict[str, EnvironmentConfig] = {}
     """In place of `fn`: several environments by name. Each row of data names its own (`environment` of its source, or
     of the row itself)."""
     timeout: PositiveFloat = 300.0
@@ -66,6 +61,9 @@ class RolloutConfig(Function):
         if self.environments and (self.fn != "single_turn" or self.arguments):
             keys = ", ".join(["fn", *self.arguments])
             raise Conflict(("environments",), f"is set beside {keys} of one environment: keep one of the two forms")
+        for name in self.environments:
+            if not re.fullmatch(r"[\w-]+", name):
+                raise Conflict(("environments", name), "is no name; metrics need one of letters, digits, _ and -")
         if self.round_tokens is not None and self.has_episodes:
             names = ", ".join(self.environments) or self.fn
             raise Conflict(

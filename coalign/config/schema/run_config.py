@@ -136,10 +136,10 @@ class RunConfig(Section):
     def _check_environments(self) -> None:
         names = self.rollout.environments
         for split, sources in (("train", self.data.train), ("eval", self.data.eval)):
-            for index, source in enumerate(sources):
-                if source.environment is not None and source.environment not in names:
-                    problem = f"there is no '{source.environment}' in rollout.environments"
-                    raise Conflict(("data", split, index, "environment"), problem + suggest(source.environment, names))
+            for index, name in enumerate(source.environment for source in sources):
+                if name is not None and name not in names:
+                    problem = f"there is no '{name}' in rollout.environments{suggest(name, names)}"
+                    raise Conflict(("data", split, index, "environment"), problem)
 
     def _check_rewards(self) -> None:
         check_rewards(self.reward)

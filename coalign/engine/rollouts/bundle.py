@@ -14,18 +14,7 @@ from coalign.data.batch import Batch
 from coalign.engine.rollouts.pool import list_groups
 from coalign.engine.rollouts.selection import find_sources
 from coalign.engine.rollouts.unfinished import find_oldest_versions
-from coalign.types import (
-    ENVIRONMENT_KEY,
-    SOURCE_KEY,
-    Max,
-    Metric,
-    Moments,
-    Stat,
-    Stats,
-    Status,
-    Total,
-    merge_stats,
-)
+from coalign.types import ENVIRONMENT_KEY, SOURCE_KEY, Max, Metric, Moments, Stat, Stats, Status, Total, merge_stats
 
 METRIC_TYPES = {metric.__name__: metric for metric in get_args(Metric)}
 
@@ -66,11 +55,12 @@ class Bundle:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: its groups, or the prompts to start again if not all are complete."""
+        state = {"target": self.target, "prompts": self.prompts}
         if not self.is_complete():
-            return {"target": self.target, "prompts": self.prompts, "before": _encode(self.earlier_stats)}
+            return state | {"before": _encode(self.earlier_stats)}
         batches, stats = self.wait()
         fetched = {name: batch.fetch() for name, batch in batches.items()}
-        return {"target": self.target, "version": self.version, "batches": fetched, "before": _encode(stats)}
+        return state | {"version": self.version, "batches": fetched, "before": _encode(stats)}
 
 
 def _encode(stats: Stats) -> dict[str, list[Any]]:

@@ -52,9 +52,9 @@ class Curriculum:
         while missing or not chosen:
             prompts = self.loader.next(missing)
             drawn += missing
-            chosen.append(
-                prompts.select(torch.tensor([self._is_wanted(row, step) for row in prompts["rows"]], dtype=torch.bool))
-            )
+            wanted = [self._is_wanted(row, step) for row in prompts["rows"]]
+            chosen.append(prompts.select(torch.tensor(wanted, dtype=torch.bool)))
+            self.loader.give_back(row for row, wants in zip(prompts["rows"], wanted, strict=True) if not wants)
             missing -= len(chosen[-1])
             if missing and drawn > rows + 2 * len(self.shares):
                 raise RuntimeError(

@@ -21,6 +21,7 @@ from coalign.data.sources import find_prefix, open_rows
 from coalign.data.templates import decode
 from coalign.engine.reward import list_reward_models
 from coalign.engine.vocabulary import find_tokenizer_name
+from coalign.environments.loop import choose_environment
 from coalign.hub import find_directory, is_hub_name
 from coalign.hub_data import is_dataset, is_url
 from coalign.launch.check import DataFindings, RowLengths
@@ -126,6 +127,9 @@ def _check_sources(
                 continue
             with located_at(*key):
                 sample = _read(key, source, plan, tokenizer, limits)
+                for environments in (model.context.environments for model in plan.models.values()):
+                    for examples in sample.used if environments else ():
+                        choose_environment(environments, examples[0].row)
             _check_prompts(sample, plan, tokenizer)
             _check_answers(sample, plan)
             yield from _describe(sample, tokenizer)
