@@ -16,6 +16,7 @@ import coalign
 from coalign.run_files.metric_table import LANGUAGES, _find_entry, _MetricEntry, _read_entries, describe_metric
 
 PACKAGE = Path(coalign.__file__).parent
+AGENTS = PACKAGE.parent / "packages" / "agents" / "coalign_agents"
 LOGGING = ("algorithms", "backends", "checkpoint", "cluster", "data", "engine", "environments", "recipes", "rewards")
 LOGGING += ("weights",)
 KINDS = {"Stat", "Max", "Total", "Moments", "EffectiveSize"}
@@ -24,7 +25,7 @@ BEFORE = r"(?:loss/|episode/|eval/|reward/.+/)?"
 
 
 def walk(*rooms: str) -> Iterator[ast.AST]:
-    for path in (path for room in rooms for path in (PACKAGE / room).rglob("*.py")):
+    for path in (path for room in rooms for path in (PACKAGE / room).rglob("*.py")):  # AGENTS is absolute
         yield from ast.walk(ast.parse(path.read_text()))
 
 
@@ -56,7 +57,7 @@ def find_items(node: ast.AST) -> list[tuple[ast.AST | None, ast.AST]]:
 def list_counts() -> set[str]:
     """Return what episodes count: `episode.count("name")`, and `self.counts["name"] += 1`."""
     counts = set()
-    for node in walk("environments"):
+    for node in walk("environments", str(AGENTS)):
         match node:
             case ast.Call(func=ast.Attribute(value=owner, attr="count"), args=[name, *_]):
                 if ast.unparse(owner) in ("self", "episode", "self.episode"):

@@ -56,18 +56,20 @@ async def program(
                 await box.write(path, fill(text, values).encode())
             variables |= {name: fill(text, values) for name, text in env.items()}
             result = await box.run([fill(word, values) for word in command], seconds=seconds, env=variables)
-        _count(episode, "program", command, result)
+        _check_started(command, result)
+        episode.count("program_timeout", result.timed_out)
+        episode.count("program_failed", result.code not in (0, None))
         if grade is not None:
             result = await box.run([fill(word, values) for word in grade], seconds=grade_seconds)
-            _count(episode, "grade", grade, result)
+            _check_started(grade, result)
+            episode.count("grade_timeout", result.timed_out)
+            episode.count("grade_failed", result.code not in (0, None))
             episode.reward(float(result.code == 0))
 
 
-def _count(episode: Episode, name: str, command: list[str], result: BoxResult) -> None:
+def _check_started(command: list[str], result: BoxResult) -> None:
     if result.code in _MISSING:
         raise RuntimeError(f"{' '.join(command)[:80]}: exit code {result.code}: {result.err.strip()[-200:]}")
-    episode.count(f"{name}_timeout", result.timed_out)
-    episode.count(f"{name}_failed", result.code not in (0, None))
 
 
 def fill(text: str, values: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ _GRACE = 0.02  # seconds in which the news arrive that a client has left which a
 _NO_RETRY = {"x-should-retry": "false"}  # read by OpenAI's and Anthropic's clients, which repeat status 409
 
 
-class Outcome(NamedTuple):
+class AnsweredTurns(NamedTuple):
     """The turns that a question gave, and what they answer."""
 
     turns: list[Turn]
@@ -35,7 +35,7 @@ class Outcome(NamedTuple):
 class PendingAnswer:
     """The answers to a request, which may be computed still. ``is_read``: they were sent to a client that waited."""
 
-    task: asyncio.Task[Outcome]
+    task: asyncio.Task[AnsweredTurns]
     is_read: bool = False
 
 
@@ -71,7 +71,7 @@ class EpisodeSession:
         """Tokens of the longest conversation that fits."""
         return self.episode.capacity
 
-    async def answer(self, question: Question) -> Outcome:
+    async def answer(self, question: Question) -> AnsweredTurns:
         """Answer a question of this process."""
         return await self._compute(question, "")
 
@@ -131,7 +131,7 @@ class EpisodeSession:
         named = [("dialect", dialect), ("model", question.model or "(none)")]
         self.uses.update([*named, *(("feature", name) for name, is_used in uses.items() if is_used)])
 
-    async def _compute(self, question: Question, label: str) -> Outcome:
+    async def _compute(self, question: Question, label: str) -> AnsweredTurns:
         episode = self.episode
         if self._is_over:
             raise HttpRefusal(409, "the episode has ended", _NO_RETRY)
@@ -142,7 +142,7 @@ class EpisodeSession:
         for name in [f"tools.{tool}" for tool in question.dropped_tools] + [*question.settings]:
             episode.count(f"ignored/{name}")
         turns = await asyncio.gather(*(self._ask(question, label) for _ in range(question.answers)))
-        return Outcome(turns, [self._answer(turn, question) for turn in turns])
+        return AnsweredTurns(turns, [self._answer(turn, question) for turn in turns])
 
     async def _ask(self, question: Question, label: str) -> Turn:
         try:
