@@ -43,7 +43,7 @@ GROUPS = (API, COMMANDS, BACKENDS, REWARDS, QUESTIONS, ENVIRONMENTS, FORMATS, CH
 COMPANIONS = {
     "coalign-agents": {
         COMMANDS: ("agent-test",),
-        ENVIRONMENTS: ("agent", "game", "program", "self_play", "tool_use", "verifiers"),
+        ENVIRONMENTS: ("agent", "game", "program", "self_play", "simulated_user", "tool_use", "verifiers"),
     },
     "coalign-board": {COMMANDS: ("board", "watch")},
     "coalign-cpu": {KERNELS: ("layers", "operations")},

@@ -1,4 +1,4 @@
-"""Environments play the episodes of a rollout. Start with ``episode.py``. Tools, games and agents: coalign-agents.
+"""Environments play the episodes of a rollout. Start with ``episode.py``. Tools, users, games, agents: coalign-agents.
 
 An environment is a coroutine over one ``episode``, or over all episodes of a ``group``, depending on the name of its
 first parameter. Keyword-only arguments are configuration (see docs/environments.md)::
@@ -17,7 +17,7 @@ first parameter. Keyword-only arguments are configuration (see docs/environments
 from importlib import import_module
 from typing import Any
 
-__all__ = ["simulated_user", "single_turn"]
+__all__ = ["single_turn"]
 
 
 def __getattr__(name: str) -> Any:

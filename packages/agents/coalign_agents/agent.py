@@ -14,8 +14,8 @@ from typing import Any
 from pydantic import PositiveInt
 
 from coalign.config.functions import bind, resolve
-from coalign.environments.conversation import call_function
 from coalign.environments.episode import Episode
+from coalign_agents.calls import call_function
 from coalign_agents.session import EpisodeSession
 from coalign_serve.dialects import DIALECTS, Dialect
 from coalign_serve.formats import check_format, find_format

@@ -13,8 +13,8 @@ from random import Random
 from typing import Any, Protocol
 
 from coalign.config.functions import bind, resolve
-from coalign.environments.conversation import call_function
 from coalign.environments.episode import Episode
+from coalign_agents.calls import call_function
 
 
 class _IllegalMove(ValueError):

@@ -17,10 +17,10 @@ from weakref import WeakKeyDictionary
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from coalign.config.functions import bind, is_code_refused
-from coalign.environments.conversation import limit_time
 from coalign.environments.episode import Episode
 from coalign.processes.function_process import ProcessDied
 from coalign.services import ServiceError
+from coalign_agents.calls import limit_time
 from coalign_serve.formats import ToolError
 
 _shared: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, McpServer]] = WeakKeyDictionary()

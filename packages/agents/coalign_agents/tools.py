@@ -20,7 +20,6 @@ from pydantic import BaseModel, ConfigDict, NonNegativeFloat, ValidationError, c
 
 from coalign.config.functions import bind, resolve
 from coalign.data.images.placeholders import read_part
-from coalign.environments.conversation import call_function, call_isolated, limit_time
 from coalign.environments.episode import Episode
 from coalign.environments.rendering import format_call_id
 from coalign.processes.function_process import ProcessDied
@@ -28,6 +27,7 @@ from coalign.services import PATIENCE, ServiceError
 from coalign.threads import CallTimeout
 from coalign.types import Status
 from coalign_agents.calculator import calculator
+from coalign_agents.calls import call_function, call_isolated, limit_time
 from coalign_agents.mcp import McpServer, McpTool, is_server, open_servers
 from coalign_serve.formats import ParsedAnswer, ToolError, ToolRequest, check_format, find_format
 

@@ -12,9 +12,9 @@ from coalign.cluster.batch_ref import BatchRef, Meta
 from coalign.cluster.local import LocalStore
 from coalign.cluster.worker import apply_columns
 from coalign.data.batch import Batch
-from coalign.environments.conversation import simulated_user
 from coalign.types import Status
 from coalign_agents.games import GuessTheNumber, Nim, _IllegalMove, game, self_play
+from coalign_agents.users import simulated_user
 from examples.custom_environment import higher_or_lower
 from tests.environments.helpers import TOKENIZER, episode, play
 

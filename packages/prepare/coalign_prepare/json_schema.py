@@ -81,4 +81,15 @@ def _describe_argument(fn: Callable[..., Any], name: str) -> dict[str, Any]:
         json_schema = TypeAdapter(get_annotations(fn)[name]).json_schema(schema_generator=_AsWritten)
     except PydanticUserError:
         json_schema = {}
-    return {**json_schema, **default}
+    return {**_inline(json_schema, json_schema.pop("$defs", {})), **default}
+
+
+def _inline(value: Any, records: dict[str, Any]) -> Any:
+    """Put records in the place of references to them: an argument's schema becomes a part of the run's."""
+    if isinstance(value, list):
+        return [_inline(item, records) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "$ref" in value:
+        return _inline(records[value["$ref"].rpartition("/")[2]], records)
+    return {key: _inline(item, records) for key, item in value.items()}

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from coalign.environments.conversation import scripted, simulated_user
+from coalign_agents.users import scripted, simulated_user
 from tests.environments.helpers import episode, play
 
 
