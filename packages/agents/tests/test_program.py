@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 
 from coalign.types import Status
 from coalign_agents.agent import agent
 from coalign_agents.program import list_variables, program
+from tests import runs
 from tests.environments.helpers import Script, chosen, episode, play
+from tests.runs import ROOT
+from tests.tiny import tiny_model_dir
 
 ASKS = """
 import json, os, sys, urllib.request
@@ -76,6 +81,19 @@ def test_a_program_that_asks_nothing_is_empty_and_not_a_timeout():
     one = episode()
     outcome = play(agent, one, timeout=0.5, run="packages.agents.tests.test_program:asks_nothing").calls[0]
     assert outcome.reason == "timeout" and one.status == Status.ERROR and not one.counts["empty"]
+
+
+def test_the_example_trains_a_program_as_it_is(tmp_path, monkeypatch):
+    subprocess.run([sys.executable, "examples/agents/tasks.py", tmp_path / "tasks.jsonl"], cwd=ROOT, check=True)
+    monkeypatch.setenv("PWD", str(ROOT))
+    monkeypatch.setenv("MODEL", str(tiny_model_dir(tmp_path / "model", max_position_embeddings=1024)))
+    overrides = ["runtime.steps=2", "runtime.prompts_per_step=2", "runtime.samples_per_prompt=2", "runtime.threads=1"]
+    overrides += [f"output={tmp_path / 'run'}", f"data.train={tmp_path / 'tasks.jsonl'}"]
+    overrides += ["models.policy.sampling.stop=[e,a,t]", "models.trainer.max_tokens_per_micro=2048"]
+    assert runs.run(ROOT / "examples" / "agents" / "program.yaml", *overrides) == 0
+    for line in runs.metrics({"output": tmp_path / "run"}):
+        assert 1 < line["episode/turns"] <= 2 and line["episode/rows"] == 1 and line["loss/mismatch"] < 1e-4
+        assert line["samples/count"] == 4
 
 
 def test_variables_of_agents():
