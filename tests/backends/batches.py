@@ -54,17 +54,18 @@ def rollout(
 # Groups of episodes, of which each row is runs of tokens. Those with a capital are sampled.
 EPISODES = (
     (("pAbC", "pAbDeF", "pAgH", "qI", "qIjK"), ("qL", "qMnO")),
-    (("rP",), ("rQ",), ("rR",)),
-    (("sT",), ("sU", "sUvW", "sUvX")),
+    (("pA",), ("pB",), ("pC",)),
+    (("pA",), ("pB", "pBcD", "pBcE")),
+    (("pA",), ("pB",)),
 )
 
 
 def branched(*, longest: int = 8, vocab: int = 259, seed: int = 0) -> Batch:
     """EPISODES with 1..longest tokens a run, each sampled run trained in the first row that has it."""
     generator = torch.Generator().manual_seed(seed)
-    runs: dict[str, torch.Tensor] = {}
     rows, mask, columns = [], [], []
     for group, episodes in enumerate(EPISODES):
+        runs: dict[str, torch.Tensor] = {}
         for index, episode in enumerate(episodes):
             trained = set()
             for branch, names in enumerate(episode):
@@ -76,7 +77,7 @@ def branched(*, longest: int = 8, vocab: int = 259, seed: int = 0) -> Batch:
                 columns.append([group, index, branch, len(runs[names[0]])])
                 trained |= {*names}
     lengths = torch.tensor([len(row) for row in rows])
-    columns = torch.tensor(columns, dtype=torch.int32).T
+    group, index, branch, prompt_length = (torch.tensor(column) for column in zip(*columns, strict=True))
     return Batch(
         lengths,
         {
@@ -84,7 +85,7 @@ def branched(*, longest: int = 8, vocab: int = 259, seed: int = 0) -> Batch:
             "loss_mask": torch.cat(mask),
             **_draw_noise(int(lengths.sum()), generator),
         },
-        {"group": columns[0].long(), "index": columns[1], "branch": columns[2], "prompt_length": columns[3]},
+        {"group": group, "index": index.int(), "branch": branch.int(), "prompt_length": prompt_length.int()},
     )
 
 
