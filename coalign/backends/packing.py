@@ -1,5 +1,4 @@
-"""Packs a micro-batch into one row of tokens, in which sequences share one copy of the tokens that they begin with:
-responses of a group its prompt, rows of an episode all that comes before their fork.
+"""Packs a micro-batch into one row of tokens, in which neighbours share one copy of the tokens that they begin with.
 
     batch     [p p p a a] [p p p b b b] [q q c]          three sequences, the first two of one group
     row       p p p a a b b b q q c                      position_ids 0 1 2 3 4 3 4 5 0 1 2
@@ -9,7 +8,6 @@ Pure index arithmetic, without models or losses. coalign.backends.attention read
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -39,6 +37,10 @@ class Block:
     @property
     def stop(self) -> int:
         return self.start + sum(self.lengths)
+
+    @property
+    def spans(self) -> Iterable[tuple[int, int]]:
+        return pairwise(accumulate(self.lengths, initial=self.start))
 
     @property
     def prefix_length(self) -> int:
@@ -120,12 +122,10 @@ class RowPlan:
     def spans(self) -> Spans:
         queries, keys, source = [0], [0], []
         for block in self.blocks:
-            start = block.start
-            for length in block.lengths:
-                queries.append(start + length)
-                keys.append(keys[-1] + block.prefix_length + length)
-                source += [torch.arange(*piece) for piece in (*block.prefix, (start, start + length))]
-                start += length
+            for start, stop in block.spans:
+                queries.append(stop)
+                keys.append(keys[-1] + block.prefix_length + stop - start)
+                source += [torch.arange(*span) for span in (*block.prefix, (start, stop))]
         ends = torch.tensor([queries, keys], dtype=torch.int32)
         longest = ends.diff(dim=1).amax(1).tolist()
         moved = ends.to(self.device)
@@ -145,7 +145,7 @@ class RowPlan:
         ends: dict[int, int] = {}  # start of a span -> where it ends, or the last one that continues it
         for block in self.blocks:
             ends |= dict.fromkeys((start for start, _ in block.prefix), block.stop)
-            ends |= dict(pairwise(accumulate(block.lengths, initial=block.start)))
+            ends |= dict(block.spans)
         lengths = torch.tensor([length for block in self.blocks for length in block.lengths])
         return torch.tensor(list(ends.values()), dtype=torch.int32).repeat_interleave(lengths).to(self.device)
 
@@ -240,14 +240,16 @@ def pack(
     """
     trained = get_loss_mask(batch).nonzero().flatten()
     shared = _count_shared(batch) if share_prefix else [0] * len(batch)
-    pieces, blocks = _lay_out(batch.lengths.tolist(), shared)
     segment, tokens = batch.segment, batch.token["tokens"].to(torch.int64)
     position = torch.arange(batch.tokens_total) - batch.offsets[segment]
     repeated = torch.tensor(shared, dtype=torch.int64)
     kept = position >= repeated[segment]
-    starts, stops = torch.tensor(pieces, dtype=torch.int64).view(-1, 2).unbind(1)
-    sizes = stops - starts
-    row_index = torch.arange(batch.tokens_total) + (starts - sizes.cumsum(0) + sizes).repeat_interleave(sizes)
+    row_index = kept.cumsum(0) - 1
+    for (before, start), count in zip(pairwise(batch.offsets.tolist()), shared[1:], strict=False):
+        if count:
+            row_index[start : start + count] = row_index[before : before + count]
+    forks = torch.where(repeated > 0, row_index[batch.offsets[:-1] + repeated - 1] + 1, 0)
+    blocks = list(_lay_out((batch.lengths - repeated).tolist(), forks.tolist()))
     images = _place_images(batch, row_index, repeated)
     two_way = join_neighbours(images) if two_way_images else ()
     if two_way:
@@ -299,42 +301,27 @@ def _split_block(block: Block, two_way: Iterable[tuple[int, int]]) -> Iterator[B
     if len(block.lengths) == 1 or not any(block.start <= start < block.stop for start, _ in two_way):
         yield block
         return
-    start = block.start
-    for length in block.lengths:
-        yield Block(start, (length,), block.prefix)
-        start += length
+    yield from (Block(start, (stop - start,), block.prefix) for start, stop in block.spans)
 
 
-def _lay_out(lengths: list[int], shared: list[int]) -> tuple[list[tuple[int, int]], list[Block]]:
-    """Return the (start, stop) of pieces of the row that spell one sequence after the other, and the row's blocks.
+def _lay_out(tails: list[int], forks: list[int]) -> Iterator[Block]:
+    """Yield the blocks of a row that holds the last ``tails[n]`` tokens of sequence n, one sequence after the other.
 
-    Sequence n begins with the first ``shared[n]`` tokens of the one before it, which is cut where they part.
+    The first of them continues the token before position ``forks[n]`` of the row, 0: none. A span ends there.
     """
-    pieces: list[tuple[int, int]] = []
-    path: list[tuple[int, int]] = []  # the pieces of the last sequence
-    continued: dict[int, list[tuple[int, int]]] = {}  # start of a span -> the pieces that it continues
-    forks, end = set[int](), 0
-    for length, left in zip(lengths, shared, strict=True):
-        tail, prefix = length - left, []
-        for start, stop in path:
-            if left > 0:
-                prefix.append((start, min(stop, start + left)))
-                left -= stop - start
-        if prefix:
-            forks.add(prefix[-1][1])
-            continued.setdefault(prefix[-1][1], prefix)
-        continued[end] = prefix
-        path = [*prefix, (end, end + tail)]
-        pieces += path
+    continued: dict[int, int] = {}  # start of a span -> the end of the one that it continues, 0: none
+    cuts, end = set(forks), 0
+    for tail, fork in zip(tails, forks, strict=True):
+        continued.setdefault(fork, fork)
+        continued[end] = fork
         end += tail
-    starts = sorted(start for start in continued if start < end)
-    spans = list(pairwise([*starts, end]))
-    blocks: list[Block] = []
-    for (_, prefix), group in groupby(spans, lambda span: (span[1] in forks and span, continued[span[0]])):
+    spans = list(pairwise(sorted({start for start in continued if start < end} | {end})))
+    paths: dict[int, tuple[tuple[int, int], ...]] = {0: ()}  # end of a span -> the spans from the first token to there
+    for start, stop in spans:
+        paths[stop] = (*paths[continued[start]], (start, stop))
+    for (_, fork), group in groupby(spans, lambda span: (span[1] in cuts and span[1], continued[span[0]])):
         neighbours = list(group)
-        cut = [spans[i] for a, b in prefix for i in range(bisect_left(starts, a), bisect_left(starts, b))]
-        blocks += _blocks(neighbours[0][0], [stop - start for start, stop in neighbours], tuple(cut))
-    return pieces, blocks
+        yield from _blocks(neighbours[0][0], [stop - start for start, stop in neighbours], paths[fork])
 
 
 def _blocks(start: int, lengths: list[int], prefix: tuple[tuple[int, int], ...]) -> Iterator[Block]:
@@ -360,24 +347,23 @@ def _count_shared(batch: Batch) -> list[int]:
     if "group" not in batch or "prompt_length" not in batch:
         return shared
     groups, prompts = (cast(Tensor, batch[name]).tolist() for name in ("group", "prompt_length"))
-    branches, lengths = batch.get("branch"), batch.lengths.tolist()
+    branches = cast(Tensor, batch["branch"]).tolist() if "branch" in batch else [0] * len(batch)
     for row in range(1, len(batch)):
-        forks = branches is not None and bool(branches[row])
-        if groups[row - 1] == groups[row] and (forks or prompts[row - 1] == prompts[row]):
-            longest = min(lengths[row - 1 : row + 1]) if forks else prompts[row]
-            count = _count_equal(batch, row - 1, row, longest)
-            shared[row] = count if forks or count == longest else 0
+        if groups[row - 1] == groups[row] and branches[row]:
+            shared[row] = _count_equal(batch, row, int(batch.lengths[row - 1 : row + 1].min()))
+        elif groups[row - 1] == groups[row] and prompts[row - 1] == prompts[row]:
+            count = _count_equal(batch, row, prompts[row])
+            shared[row] = count if count == prompts[row] else 0
     return shared
 
 
-def _count_equal(batch: Batch, a: int, b: int, longest: int) -> int:
-    """How many of the first ``longest`` tokens of two sequences are the same, up to an image that is not."""
-    i, j = int(batch.offsets[a]), int(batch.offsets[b])
-    tokens = batch.token["tokens"]
-    unequal = (tokens[i : i + longest] != tokens[j : j + longest]).nonzero()
-    count = int(unequal[0]) if len(unequal) else longest
+def _count_equal(batch: Batch, row: int, longest: int) -> int:
+    """How many of the first ``longest`` tokens of a sequence the one before has, up to an image that is another."""
+    tokens, (before, start) = batch.token["tokens"], batch.offsets[row - 1 : row + 1].tolist()
+    differ = (tokens[start : start + longest] != tokens[before : before + longest]).nonzero()
+    count = int(differ[0]) if len(differ) else longest
     if (images := batch.get("images")) is not None:
-        count = min([count, *(span.start for span in {*images[a]} ^ {*images[b]})])
-        for start, stop in (*join_neighbours(images[a]), *join_neighbours(images[b])):
+        count = min([count, *(span.start for span in {*images[row - 1]} ^ {*images[row]})])
+        for start, stop in (*join_neighbours(images[row - 1]), *join_neighbours(images[row])):
             count = start if start < count < stop else count  # images side by side may see each other
     return count
