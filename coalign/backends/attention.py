@@ -8,7 +8,7 @@ coalign.backends.packing. Unknown settings are refused, never ignored.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from textwrap import shorten
@@ -219,20 +219,20 @@ def _compile_flex() -> Callable[..., Tensor]:
 
 
 def _flex_mask(plan: RowPlan, window: int | None) -> BlockMask:
-    """A token sees the tokens of its span up to itself, and those of the span that it continues, within ``window``."""
+    """A token sees the tokens of its sequence up to itself, within ``window``."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    (owner, continued), positions = plan.owners, plan.positions
+    reach, positions = plan.reach, plan.positions
     groups = plan.two_way_groups if plan.two_way else None
 
     def sees(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        seen = ((owner[q] == owner[k]) & (k <= q)) | (continued[q] == owner[k])
+        seen = (k <= q) & (q < reach[k])
         if groups is not None:
             seen = seen | ((groups[q] == groups[k]) & (groups[q] >= 0))
         return seen if window is None else seen & (positions[q] - positions[k] < window)
 
     on_cuda = plan.device.type == "cuda"
-    return create_block_mask(sees, None, None, len(owner), len(owner), device=plan.device, _compile=on_cuda)
+    return create_block_mask(sees, None, None, len(reach), len(reach), device=plan.device, _compile=on_cuda)
 
 
 def _attend_blocks(
@@ -260,10 +260,8 @@ def _attend_blocks(
     out = []
     for i, block in enumerate(plan.blocks):
         into, back = plan.stacking[i]
-        k, v = _stack(keys[i], block, into), _stack(values[i], block, into)
-        if block.prefix:
-            prefix = numbers[block.prefix[0]]
-            k, v = (torch.cat([x[prefix].expand(len(y), -1, -1, -1), y], 1) for x, y in ((keys, k), (values, v)))
+        prefix = [numbers[start] for start, _ in block.prefix]
+        k, v = (_stack(x[i], block, into, [x[n] for n in prefix]) for x in (keys, values))
         mask = plan.mask(i, window)
         if bias is not None:
             mask = _add_bias(block, mask, plan.device, bias, computed)
@@ -273,10 +271,10 @@ def _attend_blocks(
     return torch.cat(out).to(dtype)
 
 
-def _stack(tokens: Tensor, block: Block, into: Tensor | None) -> Tensor:
-    """[sum(lengths), H, D] -> [n, longest, H, D]; shorter spans are padded with their last token."""
-    rows = tokens if into is None else tokens.index_select(0, into)
-    return rows.unflatten(0, (len(block.lengths), -1))
+def _stack(tokens: Tensor, block: Block, into: Tensor | None, prefix: Sequence[Tensor] = ()) -> Tensor:
+    """[sum(lengths), H, D] -> [n, prefix + longest, H, D]; shorter spans are padded with their last token."""
+    rows = (tokens if into is None else tokens.index_select(0, into)).unflatten(0, (len(block.lengths), -1))
+    return torch.cat([*(x.expand(len(rows), -1, -1, -1) for x in prefix), rows], 1) if prefix else rows
 
 
 def _add_bias(

@@ -1,4 +1,4 @@
-"""Packs a micro-batch into one row of tokens, in which a group's responses share one copy of its prompt.
+"""Packs a micro-batch into one row of tokens, in which neighbours share one copy of the tokens that they begin with.
 
     batch     [p p p a a] [p p p b b b] [q q c]          three sequences, the first two of one group
     row       p p p a a b b b q q c                      position_ids 0 1 2 3 4 3 4 5 0 1 2
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import accumulate, groupby, pairwise
 from typing import Any, TypeVar, cast
 
 import torch
@@ -26,20 +27,24 @@ Value = TypeVar("Value")
 @dataclass(frozen=True, slots=True)
 class Block:
     """Neighbouring spans that one attention call takes: each span attends causally to itself, and to ``prefix``. The
-    spans lie end to end from ``start``. ``prefix``: (start, stop) of the earlier one-span block that each of them
-    continues, or None."""
+    spans lie end to end from ``start``. ``prefix``: (start, stop) of the earlier one-span blocks that each of them
+    continues, from its sequence's first token on. All that continues a block follows it directly."""
 
     start: int
     lengths: tuple[int, ...]
-    prefix: tuple[int, int] | None = None
+    prefix: tuple[tuple[int, int], ...] = ()
 
     @property
     def stop(self) -> int:
         return self.start + sum(self.lengths)
 
     @property
+    def spans(self) -> Iterable[tuple[int, int]]:
+        return pairwise(accumulate(self.lengths, initial=self.start))
+
+    @property
     def prefix_length(self) -> int:
-        return self.prefix[1] - self.prefix[0] if self.prefix else 0
+        return sum(stop - start for start, stop in self.prefix)
 
     @property
     def is_ragged(self) -> bool:
@@ -117,12 +122,10 @@ class RowPlan:
     def spans(self) -> Spans:
         queries, keys, source = [0], [0], []
         for block in self.blocks:
-            start, prefix = block.start, range(*block.prefix) if block.prefix else range(0)
-            for length in block.lengths:
-                queries.append(start + length)
-                keys.append(keys[-1] + len(prefix) + length)
-                source += [torch.arange(prefix.start, prefix.stop), torch.arange(start, start + length)]
-                start += length
+            for start, stop in block.spans:
+                queries.append(stop)
+                keys.append(keys[-1] + block.prefix_length + stop - start)
+                source += [torch.arange(*span) for span in (*block.prefix, (start, stop))]
         ends = torch.tensor([queries, keys], dtype=torch.int32)
         longest = ends.diff(dim=1).amax(1).tolist()
         moved = ends.to(self.device)
@@ -137,18 +140,14 @@ class RowPlan:
         return torch.cat(ranges).to(self.device)
 
     @cached_property
-    def owners(self) -> tuple[Tensor, Tensor]:
-        """i32[P] twice: the span of each token of the row, and the span that this one continues (-1: none)."""
-        lengths = torch.tensor([length for block in self.blocks for length in block.lengths])
-        first: dict[int, int] = {}  # start in the row -> the number of the span that begins there
-        continued, number = [], 0
+    def reach(self) -> Tensor:
+        """i32[P]: the position in the row behind the last token that may see each token."""
+        ends: dict[int, int] = {}  # start of a span -> where it ends, or the last one that continues it
         for block in self.blocks:
-            first[block.start] = number
-            continued += [first[block.prefix[0]] if block.prefix else -1] * len(block.lengths)
-            number += len(block.lengths)
-        owners = torch.stack([torch.arange(number), torch.tensor(continued)]).repeat_interleave(lengths, 1)
-        owners = owners.to(self.device, torch.int32)
-        return owners[0], owners[1]
+            ends |= dict.fromkeys((start for start, _ in block.prefix), block.stop)
+            ends |= dict(block.spans)
+        lengths = torch.tensor([length for block in self.blocks for length in block.lengths])
+        return torch.tensor(list(ends.values()), dtype=torch.int32).repeat_interleave(lengths).to(self.device)
 
 
 def _index_stacking(blocks: Iterable[Block]) -> Tensor:
@@ -235,27 +234,22 @@ def pack(
     ``axes`` i64[3, sum T]: rotary positions of its tokens. ``two_way_images``: the tokens of an image see each other.
 
     With ``share_prefix``, neighbouring sequences of one ``group`` with equal prompts (column ``prompt_length``) share
-    one copy of the prompt; a batch without these columns shares nothing. Exact for models that mix tokens by attention
-    alone. Raises what `get_loss_mask` raises.
+    one copy of the prompt, and rows of an episode (column ``branch``) one of all tokens, trained or not, before they
+    differ from the row before; a batch without the first two columns shares nothing. A shared token has the first row's
+    experts. Exact for models that mix tokens by attention alone. Raises what `get_loss_mask` raises.
     """
     trained = get_loss_mask(batch).nonzero().flatten()
-    runs = list(_runs(batch, share_prefix))
-    # The row is the batch without the prompts that repeat the one in the first row of their run.
-    repeated, first = torch.zeros(len(batch), dtype=torch.int64), torch.arange(len(batch))
-    for start, stop, shared in runs:
-        repeated[start + 1 : stop], first[start:stop] = shared, start
+    shared = _count_shared(batch) if share_prefix else [0] * len(batch)
     segment, tokens = batch.segment, batch.token["tokens"].to(torch.int64)
     position = torch.arange(batch.tokens_total) - batch.offsets[segment]
+    repeated = torch.tensor(shared, dtype=torch.int64)
     kept = position >= repeated[segment]
     row_index = kept.cumsum(0) - 1
-    row_index = torch.where(kept, row_index, row_index[batch.offsets[first][segment] + position])
-    blocks: list[Block] = []
-    for start, stop, shared in runs:
-        at = int(row_index[batch.offsets[start]])
-        if shared:
-            blocks.append(Block(at, (shared,)))
-        lengths = [n - shared for n in batch.lengths[start:stop].tolist() if n > shared]
-        blocks += _blocks(at + shared, lengths, (at, at + shared) if shared else None)
+    for (before, start), count in zip(pairwise(batch.offsets.tolist()), shared[1:], strict=False):
+        if count:
+            row_index[start : start + count] = row_index[before : before + count]
+    forks = torch.where(repeated > 0, row_index[batch.offsets[:-1] + repeated - 1] + 1, 0)
+    blocks = list(_lay_out((batch.lengths - repeated).tolist(), forks.tolist()))
     images = _place_images(batch, row_index, repeated)
     two_way = join_neighbours(images) if two_way_images else ()
     if two_way:
@@ -307,15 +301,32 @@ def _split_block(block: Block, two_way: Iterable[tuple[int, int]]) -> Iterator[B
     if len(block.lengths) == 1 or not any(block.start <= start < block.stop for start, _ in two_way):
         yield block
         return
-    start = block.start
-    for length in block.lengths:
-        yield Block(start, (length,), block.prefix)
-        start += length
+    yield from (Block(start, (stop - start,), block.prefix) for start, stop in block.spans)
 
 
-def _blocks(start: int, lengths: list[int], prefix: tuple[int, int] | None) -> Iterator[Block]:
+def _lay_out(tails: list[int], forks: list[int]) -> Iterator[Block]:
+    """Yield the blocks of a row that holds the last ``tails[n]`` tokens of sequence n, one sequence after the other.
+
+    The first of them continues the token before position ``forks[n]`` of the row, 0: none. A span ends there.
+    """
+    continued: dict[int, int] = {}  # start of a span -> the end of the one that it continues, 0: none
+    cuts, end = set(forks), 0
+    for tail, fork in zip(tails, forks, strict=True):
+        continued.setdefault(fork, fork)
+        continued[end] = fork
+        end += tail
+    spans = list(pairwise(sorted({start for start in continued if start < end} | {end})))
+    paths: dict[int, tuple[tuple[int, int], ...]] = {0: ()}  # end of a span -> the spans from the first token to there
+    for start, stop in spans:
+        paths[stop] = (*paths[continued[start]], (start, stop))
+    for (_, fork), group in groupby(spans, lambda span: (span[1] in cuts and span[1], continued[span[0]])):
+        neighbours = list(group)
+        yield from _blocks(neighbours[0][0], [stop - start for start, stop in neighbours], paths[fork])
+
+
+def _blocks(start: int, lengths: list[int], prefix: tuple[tuple[int, int], ...]) -> Iterator[Block]:
     """Cut spans that lie end to end from ``start`` into blocks, where padding to one length would waste a third."""
-    prefix_length = prefix[1] - prefix[0] if prefix else 0
+    prefix_length = sum(stop - start for start, stop in prefix)
     taken: list[int] = []
     for n in lengths:
         longest = max([n, *taken])
@@ -329,36 +340,30 @@ def _blocks(start: int, lengths: list[int], prefix: tuple[int, int] | None) -> I
         yield Block(start, tuple(taken), prefix)
 
 
-def _runs(batch: Batch, share_prefix: bool) -> Iterator[tuple[int, int, int]]:
-    """(start, stop, shared): runs of neighbouring rows, and how many leading tokens the rows of each share. Neighbours
-    that share nothing form one run, too, so that attention can take them together."""
-    if not (share_prefix and "group" in batch and "prompt_length" in batch):
-        yield from [(0, len(batch), 0)] if len(batch) else []
-        return
+def _count_shared(batch: Batch) -> list[int]:
+    """How many leading tokens each sequence shares with the one before it: all that are equal if it is a later row of
+    an episode, else a prompt that is all the same, of one group."""
+    shared = [0] * len(batch)
+    if "group" not in batch or "prompt_length" not in batch:
+        return shared
     groups, prompts = (cast(Tensor, batch[name]).tolist() for name in ("group", "prompt_length"))
-    start = alone = 0
-    while start < len(batch):
-        stop = start + 1
-        while stop < len(batch) and groups[stop] == groups[start] and _same_prompt(batch, start, stop, prompts):
-            stop += 1
-        if stop - start > 1:
-            if alone < start:
-                yield alone, start, 0
-            yield start, stop, prompts[start]
-            alone = stop
-        start = stop
-    if alone < len(batch):
-        yield alone, len(batch), 0
+    branches = cast(Tensor, batch["branch"]).tolist() if "branch" in batch else [0] * len(batch)
+    for row in range(1, len(batch)):
+        if groups[row - 1] == groups[row] and branches[row]:
+            shared[row] = _count_equal(batch, row, int(batch.lengths[row - 1 : row + 1].min()))
+        elif groups[row - 1] == groups[row] and prompts[row - 1] == prompts[row]:
+            count = _count_equal(batch, row, prompts[row])
+            shared[row] = count if count == prompts[row] else 0
+    return shared
 
 
-def _same_prompt(batch: Batch, a: int, b: int, prompts: list[int]) -> bool:
-    n = prompts[a]
-    if n < 1 or n != prompts[b]:
-        return False
-    i, j = int(batch.offsets[a]), int(batch.offsets[b])
-    tokens = batch.token["tokens"]
+def _count_equal(batch: Batch, row: int, longest: int) -> int:
+    """How many of the first ``longest`` tokens of a sequence the one before has, up to an image that is another."""
+    tokens, (before, start) = batch.token["tokens"], batch.offsets[row - 1 : row + 1].tolist()
+    differ = (tokens[start : start + longest] != tokens[before : before + longest]).nonzero()
+    count = int(differ[0]) if len(differ) else longest
     if (images := batch.get("images")) is not None:
-        images_a, images_b = ([span for span in images[row] if span.start < n] for row in (a, b))
-        if images_a != images_b:
-            return False
-    return torch.equal(tokens[i : i + n], tokens[j : j + n])
+        count = min([count, *(span.start for span in {*images[row - 1]} ^ {*images[row]})])
+        for start, stop in (*join_neighbours(images[row - 1]), *join_neighbours(images[row])):
+            count = start if start < count < stop else count  # images side by side may see each other
+    return count

@@ -1,5 +1,6 @@
 """Packed rows against the plain Hugging Face forward of each sequence alone."""
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from coalign.backends import attention
 from coalign.backends.attention import _packed_attention, attend, check_kernel, choose_kernel, has_varlen
 from coalign.backends.packing import Block, RowPlan, pack
 from coalign.data.batch import Batch
-from tests.backends.batches import rollout
+from tests.backends.batches import branched, rollout
 from tests.backends.flash import flash_as_documented
 from tests.conformance.backends import relative
 from tests.tiny import tiny_model_dir
@@ -44,9 +45,10 @@ def model_dir(request, tmp_path_factory):
     return tiny_model_dir(tmp_path_factory.mktemp(request.param), family=family, **FAMILIES[request.param])
 
 
-@pytest.mark.parametrize("share", [True, False])
-def test_hidden_states_and_gradients_are_those_of_each_sequence_alone(model_dir, share):
-    batch = rollout((9, 12, 1), 3)
+@pytest.mark.parametrize(
+    ("batch", "share"), [(rollout((9, 12, 1), 3), True), (rollout((9, 12, 1), 3), False), (branched(), True)]
+)
+def test_hidden_states_and_gradients_are_those_of_each_sequence_alone(model_dir, batch, share):
     plain = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation="eager", dtype=torch.float32)
     packed = AutoModelForCausalLM.from_pretrained(
         model_dir, attn_implementation=attention.register_attention(), dtype=torch.float32
@@ -80,9 +82,25 @@ def test_a_setting_it_does_not_know_is_refused():
 
 # ---- kernels of devices: one call for the row
 
-BLOCKS = (Block(0, (4,)), Block(4, (2, 3, 3), (0, 4)), Block(12, (5, 1)), Block(18, (6,)), Block(24, (2, 2), (18, 24)))
-SPANS = [(0, 4), (4, 6), (6, 9), (9, 12), (12, 17), (17, 18), (18, 24), (24, 26), (26, 28)]
-TOKENS = 28
+BLOCKS = (
+    *(
+        Block(0, (4,)),
+        Block(4, (2, 3, 3), ((0, 4),)),
+        Block(12, (5, 1)),
+        Block(18, (6,)),
+        Block(24, (2, 2), ((18, 24),)),
+    ),
+    # A fork inside a fork: 28..31 goes on in 31..33 and in 39, and 31..33 in two spans of its own.
+    *(
+        Block(28, (3,)),
+        Block(31, (2,), ((28, 31),)),
+        Block(33, (4, 2), ((28, 31), (31, 33))),
+        Block(39, (1,), ((28, 31),)),
+    ),
+)
+STOPS = (4, 6, 9, 12, 17, 18, 24, 26, 28, 31, 33, 37, 39, 40)
+SPANS = list(pairwise((0, *STOPS)))
+TOKENS = 40
 
 
 def inputs(dtype=torch.float32, size=8):
@@ -93,14 +111,31 @@ def inputs(dtype=torch.float32, size=8):
 
 def test_the_plan_of_a_row():
     plan = RowPlan(BLOCKS, "cpu")
-    own, continued = plan.owners
-    assert own.tolist() == [n for n, (start, stop) in enumerate(SPANS) for _ in range(start, stop)]
-    assert continued.tolist() == [-1] * 4 + [0] * 8 + [-1] * 12 + [6] * 4
-    assert plan.positions[:9].tolist() == [0, 1, 2, 3, 4, 5, 4, 5, 6] and plan.positions[24:].tolist() == [6, 7, 6, 7]
+    ends = {0: 12, 18: 28, 28: 40, 31: 39}  # of the spans that others continue
+    assert plan.reach.tolist() == [ends.get(start, stop) for start, stop in SPANS for _ in range(start, stop)]
+    assert plan.positions[:9].tolist() == [0, 1, 2, 3, 4, 5, 4, 5, 6] and plan.positions[24:].tolist() == [
+        6,
+        7,
+        6,
+        7,
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+        8,
+        5,
+        6,
+        3,
+    ]
     assert plan.spans.queries.tolist() == [0, *(stop for _, stop in SPANS)]
-    assert plan.spans.keys.diff().tolist() == [4, 6, 7, 7, 5, 1, 6, 8, 8] and plan.spans.longest == (6, 8)
+    assert plan.spans.keys.diff().tolist() == [4, 6, 7, 7, 5, 1, 6, 8, 8, 3, 5, 9, 7, 4]
+    assert plan.spans.longest == (6, 9)
     source = plan.spans.source.tolist()
-    assert source[:10] == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5] and source[-2:] == [26, 27]
+    assert source[:10] == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5] and source[-4:] == [28, 29, 30, 39]
     assert plan.spans is plan.spans and plan.mask(1, None) is plan.mask(1, None)
     assert RowPlan((Block(0, (3, 2)),), "cpu").spans.source is None  # nothing is shared, so nothing is copied
 

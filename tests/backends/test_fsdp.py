@@ -14,7 +14,7 @@ from coalign.config.schema import LossConfig, ModelConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
 from coalign.types import LossInput, LossOutput, Stat
-from tests.backends.batches import rollout
+from tests.backends.batches import branched, rollout
 from tests.conformance.backends import same
 from tests.conformance.engines import expected_logprobs
 from tests.tiny import tiny_model_dir
@@ -64,8 +64,8 @@ class Watched(FSDPModule):
         ("constant", 21, False),
     ],
 )
-def test_gradients_do_not_depend_on_cuts_packing_or_sharing(path, aggregation, micro, share):
-    batch = rollout((5, 9, 12), 4)
+@pytest.mark.parametrize("batch", [rollout((5, 9, 12), 4), branched(longest=5)], ids=["groups", "branches"])
+def test_gradients_do_not_depend_on_cuts_packing_or_sharing(path, batch, aggregation, micro, share):
     loss = {"fn": "policy_gradient", "aggregation": aggregation}
     loss |= {"constant_length": 10} if aggregation == "constant" else {}
     gradients = []

@@ -17,7 +17,7 @@ from coalign.launch.check import check
 from coalign.report.display import Display
 from coalign.roles import Context
 from tests.backends import batches
-from tests.backends.batches import rollout
+from tests.backends.batches import branched, rollout
 from tests.backends.test_routers import FAMILIES, paths  # noqa: F401  (a fixture)
 from tests.runs import metrics, run, settings
 from tests.tiny import tiny_model_dir
@@ -48,7 +48,7 @@ def logprobs(module: FSDPModule, batch: Batch) -> torch.Tensor:
 
 
 def given(batch: Batch, experts: int = 6) -> Batch:
-    """With experts of each token drawn at random, the same for equal prompts; some are not known."""
+    """With experts of each token drawn at random, the same for equal positions; some are not known."""
     place = torch.arange(batch.tokens_total) - batch.offsets[batch.segment]
     scores = torch.rand(int(batch.lengths.max()), LAYERS, experts, generator=torch.Generator().manual_seed(3))
     chosen = scores.topk(CHOSEN, -1).indices.to(torch.int16)
@@ -78,9 +78,17 @@ def compute_by_hand(path: str, batch: Batch) -> tuple[torch.Tensor, AutoModelFor
     return torch.cat(found), model
 
 
-@pytest.mark.parametrize("keys", [{}, {"share_prefix": False}, {"activation_checkpointing": "full"}])
-def test_given_experts_are_used_as_by_hand(paths, keys):  # noqa: F811
-    path, batch = paths("qwen3_moe"), given(rollout((5, 9), 3))
+@pytest.mark.parametrize(
+    ("batch", "keys"),
+    [
+        (rollout((5, 9), 3), {}),
+        (rollout((5, 9), 3), {"share_prefix": False}),
+        (rollout((5, 9), 3), {"activation_checkpointing": "full"}),
+        (branched(), {}),
+    ],
+)
+def test_given_experts_are_used_as_by_hand(paths, batch, keys):  # noqa: F811
+    path, batch = paths("qwen3_moe"), given(batch)
     batch = batch.with_(advantages=torch.ones(batch.tokens_total)).without("rollout_logprobs")
     expected, model = compute_by_hand(path, batch)
     own = trainer(path, **keys)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from coalign.backends.base import TrainableModule
 from coalign.data.batch import Batch
 from coalign.types import Stats, merge_stats
-from tests.backends.batches import rollout
+from tests.backends.batches import branched
 from tests.conformance import reference
 from tests.conformance.backends import Backend, build, exported, on_ranks
 from tests.tiny import tiny_model_dir
@@ -76,8 +76,8 @@ def models(folder: Path) -> dict[str, str]:
 
 
 def batch(path: str) -> Batch:
-    """Prompts in groups, with anchors near the model's own log-probs."""
-    rows = rollout((5, 9, 12, 7), 3)
+    """Groups of episodes, some of several rows, with anchors near the model's own log-probs."""
+    rows = branched()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     old = 0.1 * torch.randn(rows.tokens_total, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.backends.batches import rollout
+from tests.backends.batches import branched
 from tests.conformance import reference
 from tests.conformance.backends import BACKENDS, DEEPSPEED, MEGATRON, Backend, relative, train
 from tests.tiny import tiny_model_dir
@@ -21,7 +21,7 @@ TWO = {"fsdp": [], "deepspeed": [pytest.mark.backends], "megatron": [pytest.mark
 def case(tied: bool, folder: Path):
     """(model directory, batch, what the reference made of them)."""
     path = str(tiny_model_dir(folder / f"tied-{tied}", tied=tied))
-    batch = rollout((5, 9, 12), 3)
+    batch = branched()
     noise = 0.1 * torch.randn(batch.tokens_total, generator=torch.Generator().manual_seed(1))
     model = reference.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     old = torch.zeros(batch.tokens_total)

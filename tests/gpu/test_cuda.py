@@ -49,7 +49,7 @@ def test_logprobs_agree_with_hugging_face_on_the_cpu(path, compute, tolerance):
 def test_one_call_for_a_row_is_attention_block_by_block(kernel, dtype, window):
     if kernel == "varlen" and not has_varlen():
         pytest.skip(f"torch {torch.__version__} has no varlen_attn with windows")
-    blocks = (Block(0, (100,)), Block(100, (50, 70, 70), (0, 100)), Block(290, (300, 20)))
+    blocks = (Block(0, (100,)), Block(100, (50, 70, 70), ((0, 100),)), Block(290, (300, 20)))
     generator = torch.Generator().manual_seed(0)
     given = [torch.randn(610, heads, 64, generator=generator).to("cuda", dtype) for heads in (8, 2, 2)]
     results = []

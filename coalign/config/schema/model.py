@@ -259,9 +259,9 @@ class _CommonSettings(Section):
     vision: VisionConfig | None = None
     """The components that learn in a run that reads images. None: all, or with `data.images: null` text alone."""
     share_prefix: bool = True
-    """Compute the prompt of a group once for all its samples (exact; needs layers that mix tokens by attention only).
-    All samples of a group then go to one process. Without it they are distributed singly, unless the loss compares
-    them, which balances better if responses are much longer than prompts and differ in length."""
+    """Compute the prompt of a group once for all its samples, and what rows of an episode begin with once (exact; needs
+    layers that mix tokens by attention only). All samples of a group then go to one process. Without it they are dealt
+    singly, unless the loss compares them, which balances better if responses are long and differ in length."""
     sampling: SamplingConfig = SamplingConfig()
     native: NativeConfig = NativeConfig()
     transformers: TransformersConfig = TransformersConfig()

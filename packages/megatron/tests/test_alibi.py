@@ -38,7 +38,7 @@ def test_ranks_have_the_slopes_of_their_heads():
 @pytest.mark.parametrize("window", [None, 3])
 def test_a_bias_goes_by_positions_not_by_places(window):
     """Two sequences that go on with one prompt of 4, and one alone."""
-    blocks = (Block(0, (4,)), Block(4, (2, 3), (0, 4)), Block(9, (5,)))
+    blocks = (Block(0, (4,)), Block(4, (2, 3), ((0, 4),)), Block(9, (5,)))
     sequences = [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 6, 7, 8], [9, 10, 11, 12, 13]]
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(14, heads, 8, generator=generator) for heads in (4, 2, 2))

@@ -55,7 +55,7 @@ def test_angles_follow_positions_and_a_row_that_would_scale_them_is_refused():
     _, model = described("llama", {}, {"rope_type": "dynamic", "factor": 2.0})
     model = replace(model, kv_channels=4, max_position_embeddings=8)
     # A prompt of 4 tokens, two sequences that go on with it, of which the longer one has 8 tokens in all.
-    blocks = (Block(0, (4,)), Block(4, (1, 4), (0, 4)))
+    blocks = (Block(0, (4,)), Block(4, (1, 4), ((0, 4),)))
     positions = torch.tensor([0, 1, 2, 3, 4, 4, 5, 6, 7])
     found = compute_rotary_angles(model, positions, blocks)
     expected = torch.outer(positions.float(), torch.tensor([1.0, 0.01])[[0, 1, 0, 1]])

@@ -78,7 +78,7 @@ def compute_rotary_angles(model: MegatronConfig, positions: Tensor, blocks: Sequ
     """
     if model.position_embedding_type != "rope":
         return None
-    longest = max((block.prefix[1] - block.prefix[0] if block.prefix else 0) + max(block.lengths) for block in blocks)
+    longest = max(block.prefix_length + max(block.lengths) for block in blocks)
     if model.rope_scaling is not None and model.rope_scaling.kind == "dynamic":
         check_rope_length("dynamic", model.max_position_embeddings, longest)
     turns = positions.float()[..., None] * compute_rotary_frequencies(model).to(positions.device)
