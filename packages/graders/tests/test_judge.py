@@ -11,7 +11,7 @@ from coalign.data.batch import Batch
 from coalign.data.templates import read_samples
 from coalign.roles import Context
 from coalign.types import Status, Total
-from coalign_graders.services.judge import JudgeModule, JudgeReply, JudgeRunner, PreferenceModule
+from coalign_graders.services.judge import JudgeModule, JudgeRunner, PreferenceModule
 from examples.arithmetic import make_model
 from tests.judges import answered
 from tests.tiny import CHATML, tiny_model_dir, tiny_tokenizer
@@ -26,10 +26,10 @@ class Sums:
     def ask(self, group):
         return [[{"role": "user", "content": f"{s.meta['prompt']}{s.response}"}] for s in group]
 
-    def verdict(self, answer):
+    def verdict(self, answer, group):
         return total / 10 if (total := sum(map(ord, answer)) % 10) > 3 else None
 
-    def rewards(self, responses, verdicts):
+    def rewards(self, group, verdicts):
         return list(verdicts)
 
 
@@ -190,7 +190,7 @@ def test_questions_about_one_group_draw_different_numbers(build):
         sampling={"max_new_tokens": 12, "temperature": 1.0},
     )
     texts = []
-    judge.examiner.judging.verdict = lambda text: texts.append(text) or 1.0
+    judge.examiner.judging.verdict = lambda text, group: texts.append(text) or 1.0
     judge.forward_step(batch)
     assert len(texts) == 8 == len(set(texts))
     again = list(texts)
@@ -265,7 +265,7 @@ def test_a_response_cannot_speak_for_the_judge(tmp_path):
 
     def answer(questions):
         asked.extend(questions["tokens"].tolist())
-        return [JudgeReply(0.5)]
+        return [0.5]
 
     result = runner.score(batch, answer, "reward")
     assert [t for t in asked if t >= 256] == tokenizer("<|im_start|><|im_end|><|im_start|>")["input_ids"]
