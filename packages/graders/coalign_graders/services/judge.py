@@ -97,7 +97,8 @@ class JudgeRunner:
         ``name``/failure, strings that say why. Unfinished rows keep their status. Stats: `<name>/verdict`, the mean
         verdict (of a pairwise judge, the share of the response shown first: ½ unless it is biased), and the counts
         `<name>/failed/<reason>` of replies; `<name>/markers`, the special tokens that questions spell, and that the
-        judge reads as text; what `rewards` logs (`<name>/<key>`, and `/count`: of how many responses). The caller decides whether too many have failed.
+        judge reads as text; the means `<name>/<key>` of what `rewards` logs, and `<name>/<key>/count`, of how many
+        responses. The caller decides whether too many have failed.
         """
         everything, batch = batch, batch.first_branches()
         status = cast(Tensor, batch["status"]).clone()
