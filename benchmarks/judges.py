@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from coalign.backends.base import Module
 from coalign.backends.pretrained import read_tokenizer
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
@@ -32,7 +31,7 @@ from coalign_graders.services.judge import JudgeModule, PreferenceModule
 from examples.demo import find_model
 
 SOLVERS = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verification")
-WAYS: dict[str, tuple[type[Module], dict[str, Any]]] = {
+WAYS: dict[str, tuple[type[JudgeModule | PreferenceModule], dict[str, Any]]] = {
     "`rubric`, `together`": (JudgeModule, {"fn": "rubric"}),
     "`rubric`, `alone`, written": (JudgeModule, {"fn": "rubric", "judged": "alone"}),
     "`rubric`, `alone`, probabilities": (PreferenceModule, {"fn": "rubric", "judged": "alone"}),
