@@ -163,6 +163,22 @@ def test_what_holds_no_model_is_named_with_where_it_is(home, monkeypatch, key, v
     assert re.search(message, said), said
 
 
+def test_rows_that_a_judge_cannot_be_asked_about_are_found_by_check(home):
+    questions = {"fn": "coalign_graders.services.rubric:Rubric"}
+    config = settings(home, "grpo")
+    judge = {"module": "judge", "load": config["models"]["policy"]["load"], "judge": questions}
+    rows = [
+        {"prompt": f"{i}+1=", "rubric": ["Adds."] if i < 5 else [{"criterion": "Adds.", "weigth": 2}]} for i in range(8)
+    ]
+    (home / "rubrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    changes = {"models.judge": judge, "reward": [{"model": "judge"}], "data.train": str(home / "rubrics.jsonl")}
+    said = refuse(home, "grpo", changes)
+    message = (
+        r"reward\[0\]: `judge` cannot judge .*rubrics\.jsonl row 5: rubric\[0\] has the key 'weigth'; a criterion has"
+    )
+    assert re.search(message, said), said
+
+
 @pytest.mark.parametrize("module", CODE)
 def test_code_that_cannot_be_imported_is_shown_by_its_place(home, monkeypatch, capsys, module):
     monkeypatch.chdir(home)
