@@ -55,7 +55,7 @@ COMPANIONS = {
             *("Remote", "RemoteJudge", "Tournament", "pairwise"),
         ),
         BACKENDS: ("judge", "preference"),
-        QUESTIONS: ("Pairwise", "Pointwise"),
+        QUESTIONS: ("Pairwise", "Pointwise", "Rubric"),
         CHECKS: ("sandbox",),
     },
     "coalign-jobs": {COMMANDS: ("launch", "sweep")},

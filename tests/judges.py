@@ -29,6 +29,9 @@ class DigitJudge(JudgeModule):
         return answered(questions, [self.opinion(text) for text in texts], self.tokenizer)
 
     def opinion(self, question: str) -> str:
+        if criteria := re.findall(r"^(\d)\. Has the digit (\d)\.$", question, re.MULTILINE):
+            (response,) = re.findall(r"<response>\n(.*?)\n</response>", question, re.DOTALL)
+            return "\n".join(f"{number}: {'yes' if digit in response else 'no'}" for number, digit in criteria)
         shown = re.findall(r"<response(?: \w)?>\n(.*?)\n</response", question, re.DOTALL)
         shares = [sum(c.isdigit() for c in text) / max(1, len(text)) for text in shown]
         if len(shares) == 1:

@@ -36,6 +36,18 @@ def test_pairs_of_online_dpo_from_a_judge_that_compares(tmp_path):
     assert line["pairs/count"] + line["pairs/tied"] == 4 and line["pairs/count"] > 0
 
 
+def test_a_rubric_is_a_reward(tmp_path):
+    config = configuration(tmp_path, "grpo", steps=2)
+    rubric = ["Has the digit 1.", {"criterion": "Has the digit 2.", "weight": 3}]
+    rubric += [{"criterion": "Has the digit 3.", "weight": -1}]
+    config["models"]["judge"]["judge"] = {"fn": "coalign_graders.services.rubric:Rubric", "criteria": rubric}
+    config["reward"] = [{"model": "judge"}, {"fn": "tests.digits:rubric", "weight": 0.0}]
+    for line in run_to_end(config):
+        assert line["reward/mean"] == pytest.approx(line["reward/rubric/mean"], abs=1e-6)
+        assert line["reward/judge/criterion_2"] == pytest.approx(line["reward/rubric/two"], abs=1e-6)
+        assert line["reward/judge/criterion_2/count"] == 16 and line["samples/dropped"] == 0
+
+
 def test_a_real_model_judges(tmp_path):
     """With `module: judge` its own words, whatever they are; with `module: preference` its probabilities."""
     config = configuration(tmp_path, steps=1)

@@ -10,8 +10,8 @@ from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.data.templates import read_samples
 from coalign.roles import Context
-from coalign.types import Status, Total
-from coalign_graders.services.judge import JudgeModule, JudgeReply, JudgeRunner, PreferenceModule
+from coalign.types import Stat, Status, Total
+from coalign_graders.services.judge import JudgeModule, JudgeRunner, PreferenceModule
 from examples.arithmetic import make_model
 from tests.judges import answered
 from tests.tiny import CHATML, tiny_model_dir, tiny_tokenizer
@@ -26,10 +26,10 @@ class Sums:
     def ask(self, group):
         return [[{"role": "user", "content": f"{s.meta['prompt']}{s.response}"}] for s in group]
 
-    def verdict(self, answer):
+    def verdict(self, answer, group):
         return total / 10 if (total := sum(map(ord, answer)) % 10) > 3 else None
 
-    def rewards(self, responses, verdicts):
+    def rewards(self, group, verdicts):
         return list(verdicts)
 
 
@@ -157,6 +157,59 @@ def test_what_cannot_be_read_is_no_reward(build, caplog):
     assert out["reward/judge/failure"] == ["unreadable: 'I would rather not say.'"] * 5
 
 
+def with_rubrics(batch, *rubrics):
+    """Rows of the groups with a rubric of their own, if they have one."""
+    rubric = dict(zip((7, -2), rubrics, strict=True))
+    rows = [
+        row | ({"rubric": rubric[group]} if rubric[group] else {})
+        for group, row in zip(batch["group"].tolist(), batch["rows"], strict=True)
+    ]
+    return batch.with_(rows=rows)
+
+
+def test_a_rubric_is_judged_together(build):
+    judge, batch = build(JudgeModule, {"fn": "coalign_graders.services.rubric:Rubric"}, module="judge")
+    batch = with_rubrics(batch, ["a", {"criterion": "b", "weight": 3}, {"criterion": "c", "weight": -2}], ["d"])
+    scripted(judge, ["1: yes\n2: yes\n3: yes", "1: no\n2: yes\n3: no", "1: yes\n2: no", "1: yes", "1: no\n"])
+    out = judge.forward_step(batch)
+    assert out["reward"].tolist() == pytest.approx([0.5, 0.75, float("nan"), 1.0, 0.0], nan_ok=True)
+    assert out["status"].tolist() == [Status.OK, Status.OK, Status.ERROR, Status.OK, Status.OK]
+    assert out["reward/failure"][2] == "unreadable: '1: yes\\n2: no'" and out["reward/failed/unreadable"].value == 1
+    means = {
+        key: (out[f"reward/{key}"].value, out[f"reward/{key}/count"].value) for key in ("criterion_1", "criterion_3")
+    }
+    assert means == {"criterion_1": (0.5, 4), "criterion_3": (0.5, 2)}
+    assert out["reward/verdict"] == Stat(5, 8)
+
+
+def test_a_rubric_is_judged_by_probabilities_and_rows_without_one_fail_alone(build, directories):
+    settings = {"judged": "alone", "template": "{response} {criterion}?", "labels": ["x", "y"]}
+    module, batch = build(
+        PreferenceModule, {"fn": "coalign_graders.services.rubric:Rubric"} | settings, module="preference"
+    )
+    out = module.forward_step(with_rubrics(batch, ["a", {"criterion": "b", "weight": 3}], None))
+    x, y = (tiny_tokenizer()(label)["input_ids"][0] for label in "xy")
+    model = AutoModelForCausalLM.from_pretrained(directories[1])
+    asked = questions([f"{text} {criterion}?" for text in ("42", "43", "4") for criterion in "ab"])
+    chances = [model(torch.tensor([one])).logits[0, -1, [x, y]].double().softmax(0)[0].item() for one in asked]
+    expected = [(a + 3 * b) / 4 for a, b in zip(chances[::2], chances[1::2], strict=True)]
+    assert out["reward"].tolist() == pytest.approx([*expected, float("nan"), float("nan")], abs=1e-5, nan_ok=True)
+    assert out["reward/criterion_2"].value == pytest.approx(sum(chances[1::2]) / 3, abs=1e-5)
+    assert out["reward/failed/row"].value == 1
+    assert out["reward/failure"][3].startswith("row: \"the row has no rubric under 'rubric'")
+
+
+def test_an_episode_of_several_rows_is_judged_once(build):
+    """By its main conversation, which its first row has."""
+    judge, batch = build(JudgeModule, PAIR, module="judge")
+    index, branch = (torch.tensor(values, dtype=torch.int32) for values in ([0, 0, 1, 0, 1], [0, 1, 0, 0, 0]))
+    asked = []
+    scripted(judge, ["Verdict: A", "Verdict: B", "Verdict: B", "Verdict: A"], asked)
+    out = judge.forward_step(batch.with_(index=index, branch=branch))
+    assert out["reward"].tolist() == [1.0, 1.0, 0.0, 0.0, 1.0] and len(asked) == 4
+    assert all("43" not in question for question in asked)
+
+
 def test_samples_that_failed_or_go_on_are_not_shown(build):
     judge, batch = build(JudgeModule, PAIR, module="judge")
     status = torch.tensor([Status.OK, Status.ERROR, Status.TRUNCATED, Status.OK, Status.PARTIAL], dtype=torch.uint8)
@@ -190,7 +243,7 @@ def test_questions_about_one_group_draw_different_numbers(build):
         sampling={"max_new_tokens": 12, "temperature": 1.0},
     )
     texts = []
-    judge.examiner.judging.verdict = lambda text: texts.append(text) or 1.0
+    judge.examiner.judging.verdict = lambda text, group: texts.append(text) or 1.0
     judge.forward_step(batch)
     assert len(texts) == 8 == len(set(texts))
     again = list(texts)
@@ -237,6 +290,12 @@ def test_a_preference_model_does_not_depend_on_micro_batches(build, budget):
         (JudgeModule, {"fn": "pairwise", "opponent": 2}, "models.judge.judge.opponent: unknown argument"),
         (JudgeModule, {"fn": "pointwise", "low": "1"}, "models.judge.judge.low"),
         (PreferenceModule, {"fn": "pairwise", "labels": ["first", "B"]}, "'first' is 5 tokens"),
+        (
+            PreferenceModule,
+            {"fn": "coalign_graders.services.rubric:Rubric"},
+            "compares two labels; `pairwise` has them",
+        ),
+        (PreferenceModule, {"fn": "pointwise"}, "models.judge.judge: a preference model writes nothing"),
         (PreferenceModule, PAIR | {"frozen": False}, r"models.judge.frozen: a preference model does not learn"),
     ],
 )
@@ -265,7 +324,7 @@ def test_a_response_cannot_speak_for_the_judge(tmp_path):
 
     def answer(questions):
         asked.extend(questions["tokens"].tolist())
-        return [JudgeReply(0.5)]
+        return [0.5]
 
     result = runner.score(batch, answer, "reward")
     assert [t for t in asked if t >= 256] == tokenizer("<|im_start|><|im_end|><|im_start|>")["input_ids"]

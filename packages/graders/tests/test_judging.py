@@ -38,7 +38,7 @@ def test_a_verdict_is_read_or_there_is_none(judging, answer, verdict):
 def test_grades_have_a_scale_of_ones_own():
     judging = Pointwise(low=0, high=5, pattern=r"(\d)/5")
     assert judging.verdict("I give 0/5") == 0.0  # a reward, not a missing one
-    assert judging.rewards(3, [0.0, None, 0.4]) == [0.0, None, 0.4]
+    assert judging.rewards([NONE] * 3, [0.0, None, 0.4]) == [0.0, None, 0.4]
     (question,) = judging.ask([sample("Far.")])
     assert [message["role"] for message in question] == ["user"]
     assert all(part in question[0]["content"] for part in ("How far is the moon?", "Far.", "0 (useless)", "5 (could"))
@@ -90,14 +90,14 @@ def test_both_orders_are_asked():
     ],
 )
 def test_a_preference_for_the_first_cancels(forth, back, rewards):
-    assert Pairwise().rewards(2, [forth, back]) == pytest.approx(rewards)
+    assert Pairwise().rewards([NONE] * 2, [forth, back]) == pytest.approx(rewards)
 
 
 def test_the_reward_is_the_share_of_comparisons_won():
     """Of three: 0 beats 1, 0 and 2 tie, what was said of 1 and 2 cannot be read."""
     judging = Pairwise()
     assert judging.matches(3) == [(0, 1), (0, 2), (1, 2)]
-    assert judging.rewards(3, [1.0, 0.0, 0.5, 0.5, 1.0, None]) == [0.75, 0.0, 0.5]
+    assert judging.rewards([NONE] * 3, [1.0, 0.0, 0.5, 0.5, 1.0, None]) == [0.75, 0.0, 0.5]
 
 
 @pytest.mark.parametrize("responses", range(7))
@@ -113,15 +113,15 @@ def test_everybody_meets_opponents_and_nobody_twice(responses, opponents):
 
 
 def test_a_response_alone_has_no_reward():
-    assert Pairwise().rewards(1, []) == [None]
+    assert Pairwise().rewards([NONE], []) == [None]
 
 
 def test_every_response_may_meet_the_text_of_the_row_instead():
     judging = Pairwise(template="{first}<{second}", against="gold")
     group = [sample("x", row={"gold": "z"}), sample("y", row={"gold": "z"})]
     assert [q[0]["content"] for q in judging.ask(group)] == ["x<z", "z<x", "y<z", "z<y"]
-    assert judging.rewards(2, [1.0, 0.0, 0.5, 1.0]) == [1.0, 0.25]
-    assert judging.rewards(1, [0.0, 1.0]) == [0.0]
+    assert judging.rewards(group, [1.0, 0.0, 0.5, 1.0]) == [1.0, 0.25]
+    assert judging.rewards(group[:1], [0.0, 1.0]) == [0.0]
     with pytest.raises(KeyError, match=r"judge.against: the row has no 'gold'; it has \['answer'\]"):
         judging.ask([sample("x", row={"answer": "z"})])
     with pytest.raises(KeyError, match="the row has no 'gold'"):

@@ -6,6 +6,7 @@ from coalign.backends.scorers.reward_functions import build_reward_function
 from coalign.config.errors import ConfigError
 from coalign.config.schema import RewardConfig
 from coalign.rewards.calls import RewardFailure
+from coalign_graders.services.remote_judge import RemoteJudge
 from tests.rewards.samples import sample
 
 GROUPS = [sample(str(grade), group=grade // 3, index=grade % 3, prompt="Grade me") for grade in range(1, 7)]
@@ -53,6 +54,25 @@ def test_grades_and_what_is_sent(caller, service, monkeypatch):
 def test_comparisons(caller, service):
     function = judge(service(answer=compare), ask={"fn": "pairwise", "opponents": 2})
     assert score(caller, function)[0] == [0.0, 1.0, 0.0, 0.5, 1.0, "raised"]  # the last has nothing to beat
+
+
+def test_a_rubric(caller, service):
+    def answer(body):
+        (message,) = body["messages"]
+        number = int(message["content"].split("<response>")[1].split()[0])
+        return said(f"1: {'yes' if number > 1 else 'no'}" + f"\n2: {'yes' if number > 2 else 'no'}" * (number != 5))
+
+    rubric = ["Above one.", {"criterion": "Above two.", "weight": 3}]
+    ask = {"fn": "coalign_graders.services.rubric:Rubric", "criteria": rubric}
+    reasons, outcomes = score(caller, judge(service(answer=answer), ask=ask))
+    assert reasons == [0.0, 0.25, 1.0, 1.0, "raised", 1.0]
+    assert outcomes[1] == {"reward": 0.25, "criterion_1": 1.0, "criterion_2": 0.0}
+    function = judge(service(answer=answer), ask=ask | {"criteria": None})
+    reasons, outcomes = score(caller, function)
+    assert reasons == ["raised"] * 6 and "the row has no rubric under 'rubric'" in str(outcomes[0].error)
+    with pytest.raises(ValueError, match="no weight above 0"):
+        RemoteJudge.check_row({"rubric": [{"criterion": "a", "weight": -1}]}, ask=ask | {"criteria": None}, url="")
+    RemoteJudge.check_row({}, ask="pointwise")
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,8 @@ from coalign.backends.pretrained import find_context_length
 from coalign.backends.scorers.reward_functions import resolve_reward
 from coalign.config import ConfigError
 from coalign.config.errors import ConfigProblem, Key, located_at, suggest
-from coalign.config.schema import SourceConfig
+from coalign.config.functions import bind, resolve
+from coalign.config.schema import RewardConfig, SourceConfig
 from coalign.data.examples import MARKS, Example, RowEncoder, RowLimit
 from coalign.data.loader import build_encoder
 from coalign.data.shuffle import DataPhase
@@ -132,6 +134,7 @@ def _check_sources(
                         choose_environment(environments, examples[0].row)
             _check_prompts(sample, plan, tokenizer)
             _check_answers(sample, plan)
+            _check_questions(sample, plan)
             yield from _describe(sample, tokenizer)
             yield from _compare_room(sample, present)
             samples.append(sample)
@@ -216,6 +219,32 @@ def _check_answers(sample: _RowSample, plan: Plan) -> None:
                 f"{suggest(answer_key, names)}; name the key by data.answer_key, or by the reward's argument answer_key"
             )
             raise ConfigError([ConfigProblem(("reward", index), message)])
+
+
+def _check_questions(sample: _RowSample, plan: Plan) -> None:
+    """Refuse the first row that does not say what a judge is to be asked: a rubric, say."""
+    for index, reward in enumerate(plan.rewards):
+        if (check := _find_row_check(reward, index, plan)) is None:
+            continue
+        for row in (examples[0].row for examples in sample.used):
+            if reward.sources and row.get(SOURCE_KEY) not in (None, *reward.sources):
+                continue
+            try:
+                check(row)
+            except ValueError as error:
+                message = f"`{reward.called}` cannot judge {sample.name} row {row['_row']}: {error}"
+                raise ConfigError([ConfigProblem(("reward", index), message)]) from None
+
+
+def _find_row_check(reward: RewardConfig, index: int, plan: Plan) -> Callable[[dict[str, Any]], None] | None:
+    """The attribute `check_row` of a reward function, or of the questions of a judge; None if it has none."""
+    if reward.model is None:
+        fn, arguments = resolve_reward(reward, f"reward.{index}")
+        return partial(fn.check_row, **arguments) if hasattr(fn, "check_row") else None
+    if (judge := plan.configs[reward.model].judge) is None:
+        return None
+    cls = resolve(judge.fn, judge.home)
+    return getattr(cls(**bind(cls, judge.arguments, f"models.{reward.model}.judge")), "check_row", None)
 
 
 def _compare_numbers(samples: Sequence[_RowSample], plan: Plan) -> Iterator[str]:

@@ -93,6 +93,8 @@ DATA = [
     ("grpo", '{"prompt": "1+1="}', r"reward\[0\]: `math` compares with a row's 'answer', which no row"),
     ("grpo", '{"prompt": "%s", "answer": "2"}' % ("1" * 2000), r"no usable rows .*; data\.max_prompt_tokens is"),
 ]
+JUDGED = {"fn": "remote_judge", "url": "http://127.0.0.1:9/v1", "judge": "x"}
+JUDGED |= {"ask": {"fn": "coalign_graders.services.rubric:Rubric"}}
 LONG = {"models.policy.sampling.max_new_tokens": 5000, "models.trainer.max_tokens_per_micro": 9000}
 SETTINGS = [
     ("grpo", {"data.prompt_format": "the same"}, r"data\.prompt_format: makes the same prompt of all 24 rows"),
@@ -102,6 +104,7 @@ SETTINGS = [
     ("sft", {"models.trainer.max_tokens_per_micro": 3}, r"a sequence of .* has \d+ tokens, and 3 are what"),
     ("sft", {"output": "/proc/run"}, r"output: nothing can be written in '/proc'"),
     ("sft", {"data.cache": "/proc/cache"}, r"data\.cache: nothing can be written in '/proc'"),
+    ("grpo", {"reward": [JUDGED]}, r"reward\[0\]: `remote_judge` cannot judge .* row 0: the row has no rubric under"),
     ("grpo", {"data.stream": True, "runtime.steps": None}, r"data\.stream: is true, and nobody knows how many rows"),
     ("sft", {"data.stream": True, "data.mixing": "size"}, r"data\.mixing: is size, and nobody knows how many rows"),
     ("sft", {"runtime.resume": "gone/step_3"}, r"runtime\.resume: is 'gone/step_3', and there is no such directory"),
@@ -157,6 +160,22 @@ def test_what_holds_no_model_is_named_with_where_it_is(home, monkeypatch, key, v
     (home / "runs/one/model/config.json").write_text("{}")
     (home / "megatron/latest_checkpointed_iteration.txt").write_text("4")
     said = refuse(home, "grpo", {key: value, "loss": {"fn": "policy_gradient", "kl_coef": 0.1}})
+    assert re.search(message, said), said
+
+
+def test_rows_that_a_judge_cannot_be_asked_about_are_found_by_check(home):
+    questions = {"fn": "coalign_graders.services.rubric:Rubric"}
+    config = settings(home, "grpo")
+    judge = {"module": "judge", "load": config["models"]["policy"]["load"], "judge": questions}
+    rows = [
+        {"prompt": f"{i}+1=", "rubric": ["Adds."] if i < 5 else [{"criterion": "Adds.", "weigth": 2}]} for i in range(8)
+    ]
+    (home / "rubrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    changes = {"models.judge": judge, "reward": [{"model": "judge"}], "data.train": str(home / "rubrics.jsonl")}
+    said = refuse(home, "grpo", changes)
+    message = (
+        r"reward\[0\]: `judge` cannot judge .*rubrics\.jsonl row 5: rubric\[0\] has the key 'weigth'; a criterion has"
+    )
     assert re.search(message, said), said
 
 

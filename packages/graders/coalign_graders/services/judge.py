@@ -6,7 +6,7 @@ Samples of the policy become questions in the judge's own tokens, and the judge'
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple, cast
 
@@ -26,22 +26,26 @@ from coalign.config.functions import bind, resolve
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.data.images.placeholders import show_images
+from coalign.data.sources import BadRow
 from coalign.data.templates import is_finished, load_template, locate_images, read_samples
 from coalign.roles import Context
 from coalign.types import ImageSpan, Sample, Stat, Stats, Status, Total, merge_stats
 from coalign_graders.services.images import list_images
-from coalign_graders.services.questions import JudgeQuestions, Messages, name_images
+from coalign_graders.services.questions import JudgeQuestions, Messages, Reward, Verdict, name_images
 
 log = logging.getLogger(__name__)
 
 # Each question gets a group number of its own: random numbers of sampling are drawn by group.
 QUESTIONS = 2**16  # per group of responses, at most
+_BAD_ROW = "row"  # why there is no verdict: the row does not say what to ask
+
+Answers = Sequence[str] | Sequence[float]  # texts, or verdicts
 
 
 class JudgeReply(NamedTuple):
     """A verdict, or None and the reason why there is none; ``text``: the judge's answer, for messages."""
 
-    verdict: float | None
+    verdict: Verdict | None
     reason: str = "unreadable"
     text: str = ""
 
@@ -84,15 +88,19 @@ class JudgeRunner:
         self._policy_tokenizer = read_run_tokenizer(context)
         self._longest = (read_context_length(read_config(config)) or 2**31) - reserved
 
-    def score(self, batch: Batch, answer: Callable[[Batch], list[JudgeReply]], name: str) -> dict[str, Any]:
-        """Judge the finished responses of ``batch``; ``answer`` maps questions (columns tokens, group) to replies.
+    def score(self, batch: Batch, answer: Callable[[Batch], Answers], name: str) -> dict[str, Any]:
+        """Judge the finished responses of ``batch``; ``answer`` maps questions (columns tokens, group) to answers.
+
+        An episode of several rows is judged once, by the main conversation.
 
         Returns the columns ``name`` f32[N] and ``status`` u8[N], with NaN and ERROR where a response has no reward, and
         ``name``/failure, strings that say why. Unfinished rows keep their status. Stats: `<name>/verdict`, the mean
         verdict (of a pairwise judge, the share of the response shown first: ½ unless it is biased), and the counts
         `<name>/failed/<reason>` of replies; `<name>/markers`, the special tokens that questions spell, and that the
-        judge reads as text. The caller decides whether too many have failed.
+        judge reads as text; the means `<name>/<key>` of what `rewards` logs, and `<name>/<key>/count`, of how many
+        responses. The caller decides whether too many have failed.
         """
+        everything, batch = batch, batch.first_branches()
         status = cast(Tensor, batch["status"]).clone()
         rows = is_finished(status).nonzero().flatten()
         samples = read_samples(batch.select(rows), self._policy_tokenizer)
@@ -102,10 +110,11 @@ class JudgeRunner:
         spelled = self._template.guard.codes_read
         answers = self._ask(groups, answer)
         markers = {f"{name}/markers": Total(float(self._template.guard.codes_read - spelled))}
-        verdicts = [[one.verdict for one in some] for some in answers]
-        rewards = [self.judging.rewards(len(group), some) for group, some in zip(groups, verdicts, strict=True)]
+        rewards = [one for pair in zip(groups, answers, strict=True) for one in self._reward(*pair)]
+        logged = [one if isinstance(one, Mapping) else {"reward": one} for one in rewards]
+        values = [one["reward"] for one in logged]
         column = torch.full((len(batch),), float("nan"))
-        column[rows] = torch.tensor([float("nan") if r is None else r for some in rewards for r in some])
+        column[rows] = torch.tensor([float("nan") if value is None else value for value in values])
         status[rows[column[rows].isnan()]] = int(Status.ERROR)
         failures = [""] * len(batch)
         texts = [_failure(some) for group, some in zip(groups, answers, strict=True) for _ in group]
@@ -115,24 +124,50 @@ class JudgeRunner:
         if failed := [one for one in flat if one.verdict is None]:
             counts = f"{len(failed)} of {len(flat)} questions to the judge have no verdict"
             log.warning(f"{counts}; the first: {_failure(failed)}")
-        return {name: column, "status": status, f"{name}/failure": failures, **_stats(flat, name), **markers}
+        columns = everything.spread({name: column, "status": status, f"{name}/failure": failures})
+        return {**columns, **_stats(flat, name), **_log(logged, name), **markers}
 
-    def _ask(
-        self, groups: Sequence[list[Sample]], answer: Callable[[Batch], list[JudgeReply]]
-    ) -> list[list[JudgeReply]]:
-        """The replies about each group, in the order of its questions. Questions that are too long are not asked."""
-        questions = [[self._write(messages, group) for messages in self.judging.ask(group)] for group in groups]
+    def _reward(self, group: Sequence[Sample], replies: Sequence[JudgeReply]) -> Sequence[Reward]:
+        if any(reply.reason == _BAD_ROW for reply in replies):
+            return [None] * len(group)
+        return self.judging.rewards(group, [reply.verdict for reply in replies])
+
+    def _ask(self, groups: Sequence[list[Sample]], answer: Callable[[Batch], Answers]) -> list[list[JudgeReply]]:
+        """The replies about each group, in the order of its questions. Questions that are too long are not asked.
+
+        A group whose row does not say what to ask has one reply, which is why.
+        """
+        asked, refused = list[list[Messages]](), dict[int, JudgeReply]()
+        for number, group in enumerate(groups):
+            try:
+                asked.append(self.judging.ask(group))
+            except BadRow as error:
+                refused[number] = JudgeReply(None, _BAD_ROW, str(error))
+                asked.append([])
+        questions = [
+            [self._write(messages, group) for messages in some] for group, some in zip(groups, asked, strict=True)
+        ]
         fitting = [
             (group[0].group * QUESTIONS + number, question)
             for group, some in zip(groups, questions, strict=True)
             for number, question in enumerate(some)
             if len(question.tokens) <= self._longest
         ]
-        replies = iter(answer(_pack_questions(fitting)) if fitting else [])
+        answers = iter(answer(_pack_questions(fitting)) if fitting else [])
         return [
-            [next(replies) if len(one.tokens) <= self._longest else JudgeReply(None, "long") for one in some]
-            for some in questions
+            [refused[number]]
+            if number in refused
+            else [
+                self._read(next(answers), group) if len(one.tokens) <= self._longest else JudgeReply(None, "long")
+                for one in some
+            ]
+            for number, (group, some) in enumerate(zip(groups, questions, strict=True))
         ]
+
+    def _read(self, answer: str | float, group: Sequence[Sample]) -> JudgeReply:
+        if isinstance(answer, str):
+            return JudgeReply(self.judging.verdict(answer, group), text=answer)
+        return JudgeReply(answer)
 
     def _write(self, messages: Messages, group: Sequence[Sample]) -> _JudgeQuestion:
         """A question about a group in the judge's tokens. A judge that sees is shown the images of the prompt."""
@@ -162,8 +197,20 @@ def _stats(answers: Sequence[JudgeReply], name: str) -> Stats:
     return merge_stats(
         {f"{name}/failed/{answer.reason}": Total(1.0)}
         if answer.verdict is None
+        else {f"{name}/verdict": Stat(sum(answer.verdict), len(answer.verdict))}
+        if isinstance(answer.verdict, list)
         else {f"{name}/verdict": Stat(answer.verdict)}
         for answer in answers
+    )
+
+
+def _log(entries: Sequence[Mapping[str, Any]], name: str) -> Stats:
+    """The mean of what `JudgeQuestions.rewards` logs besides the reward, and of how many responses it is."""
+    return merge_stats(
+        {f"{name}/{key}": Stat(value), f"{name}/{key}/count": Total(1.0)}
+        for entry in entries
+        for key, value in entry.items()
+        if key != "reward"
     )
 
 
@@ -184,10 +231,9 @@ class JudgeModule(NativeModule):
         """See JudgeRunner.score; ``into`` renames the column `reward`."""
         return self.examiner.score(batch, self._answers, into or "reward")
 
-    def _answers(self, questions: Batch) -> list[JudgeReply]:
+    def _answers(self, questions: Batch) -> list[str]:
         answered = cast(Batch, self.generate(questions, samples=1))  # no statistics: no environment
-        texts = [sample.response for sample in read_samples(answered, self.examiner.tokenizer)]
-        return [JudgeReply(self.examiner.judging.verdict(text), text=text) for text in texts]
+        return [sample.response for sample in read_samples(answered, self.examiner.tokenizer)]
 
 
 class PreferenceModule(FSDPModule):
@@ -199,7 +245,7 @@ class PreferenceModule(FSDPModule):
 
     @classmethod
     def columns(cls, config: ModelConfig, context: Context) -> tuple[str, ...]:
-        _build_judging(config, context.model)
+        _read_labels(_build_judging(config, context.model), context.model)
         return ("reward", "status")
 
     @classmethod
@@ -212,18 +258,18 @@ class PreferenceModule(FSDPModule):
         """Raises what the checks of Module raise, and ValueError for a label that is not a single token."""
         self.check_before_setup()
         self.examiner = JudgeRunner(self.config, self.context, reserved=1)
-        self.labels = [self._token(label) for label in cast(Any, self.examiner.judging).labels]
+        self.labels = [self._token(label) for label in _read_labels(self.examiner.judging, self.context.model)]
         super().setup()
 
     def forward_step(self, batch: Batch, *, into: str | None = None) -> dict[str, Any]:
         """See JudgeRunner.score; ``into`` renames `reward`. A verdict is P(first) / (P(first) + P(second))."""
         return self.examiner.score(batch, self._answers, into or "reward")
 
-    def _answers(self, questions: Batch) -> list[JudgeReply]:
+    def _answers(self, questions: Batch) -> list[float]:
         chances = torch.empty(len(questions))
         for micro, out in self.compute_outputs(_append_label(questions, self.labels), needs=("candidate_logprobs",)):
             chances[cast(Tensor, micro["row"])] = out["candidate_logprobs"].softmax(1)[:, 0].float().cpu()
-        return [JudgeReply(chance) for chance in chances.tolist()]
+        return chances.tolist()
 
     def _token(self, label: str) -> int:
         tokens = self.examiner.tokenizer(label, add_special_tokens=False)["input_ids"]
@@ -233,6 +279,16 @@ class PreferenceModule(FSDPModule):
                 "compares the probabilities of two single ones"
             )
         return tokens[0]
+
+
+def _read_labels(judging: JudgeQuestions, name: str) -> tuple[str, str]:
+    """The two texts that a preference model compares. ValueError for questions that it cannot answer by one of them."""
+    if (labels := getattr(judging, "labels", None)) is None:
+        raise ValueError(
+            f"models.{name}.judge: a preference model writes nothing, it compares two labels; `pairwise` has them, "
+            "and `rubric` with `judged: alone`"
+        )
+    return labels
 
 
 def _append_label(questions: Batch, labels: list[int]) -> Batch:

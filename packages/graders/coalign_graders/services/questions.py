@@ -7,7 +7,7 @@ the methods of JudgeQuestions is named by its dotted path (``my.pkg:Class``).
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from string import Formatter
 from typing import Any, Protocol
@@ -52,21 +52,26 @@ and stop."""
 
 
 Messages = list[dict[str, Any]]
+Verdict = float | list[float]  # a list: on each criterion
+Reward = float | Mapping[str, float] | None
 
 
 class JudgeQuestions(Protocol):
     """How a judge is used. An answer that cannot be read is never a reward: a response without one fails."""
 
     def ask(self, group: Sequence[Sample]) -> list[Messages]:
-        """The questions about the responses to one prompt."""
+        """The questions about the responses to one prompt. BadRow: its row does not say what to ask."""
         ...
 
-    def verdict(self, answer: str) -> float | None:
-        """Read one answer as a number, 0 .. 1; None if it cannot be read."""
+    def verdict(self, answer: str, group: Sequence[Sample]) -> Verdict | None:
+        """Read one answer as a number, 0 .. 1, or several; None if it cannot be read."""
         ...
 
-    def rewards(self, responses: int, verdicts: Sequence[float | None]) -> list[float | None]:
-        """The reward of each response from the verdicts on the group's questions, in order; None: it has none."""
+    def rewards(self, group: Sequence[Sample], verdicts: Sequence[Any]) -> Sequence[Reward]:
+        """The reward of each response from the verdicts on the group's questions, in order; None: it has none.
+
+        A mapping has it under `reward`, and further entries for the log.
+        """
         ...
 
 
@@ -105,14 +110,14 @@ class Pointwise:
         fields = {"low": f"{self.low:g}", "high": f"{self.high:g}"}
         return [user_message(self.template.format(prompt=prompt_text(s), response=s.response, **fields)) for s in group]
 
-    def verdict(self, answer: str) -> float | None:
+    def verdict(self, answer: str, group: Sequence[Sample] = ()) -> float | None:
         grade = find_last(self.pattern, answer)
         if not grade or not NUMBER.fullmatch(grade):
             return None
         share = (float(grade) - self.low) / (self.high - self.low)
         return share if 0.0 <= share <= 1.0 else None
 
-    def rewards(self, responses: int, verdicts: Sequence[float | None]) -> list[float | None]:
+    def rewards(self, group: Sequence[Sample], verdicts: Sequence[float | None]) -> list[float | None]:
         return list(verdicts)
 
 
@@ -155,15 +160,15 @@ class Pairwise:
             for first, second in ((one, two), (two, one))
         ]
 
-    def verdict(self, answer: str) -> float | None:
+    def verdict(self, answer: str, group: Sequence[Sample] = ()) -> float | None:
         """1.0 if the response shown first is the better one, 0.0 if the second is, 0.5 for a tie."""
         label = find_last(self.pattern, answer)
         return self.worth.get(label.lower()) if label else None
 
-    def rewards(self, responses: int, verdicts: Sequence[float | None]) -> list[float | None]:
-        won, met = [0.0] * responses, [0] * responses
+    def rewards(self, group: Sequence[Sample], verdicts: Sequence[float | None]) -> list[float | None]:
+        won, met = [0.0] * len(group), [0] * len(group)
         both = zip(verdicts[::2], verdicts[1::2], strict=True)
-        for (a, b), (forth, back) in zip(self.matches(responses), both, strict=True):
+        for (a, b), (forth, back) in zip(self.matches(len(group)), both, strict=True):
             if forth is None or back is None:
                 continue
             share = (forth + 1 - back) / 2  # what `a` wins when shown first, and what is left to it when shown second

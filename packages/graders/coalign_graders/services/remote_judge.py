@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, cast
 
 from pydantic import AfterValidator, NonNegativeFloat, PositiveInt
@@ -13,6 +13,7 @@ from pydantic import AfterValidator, NonNegativeFloat, PositiveInt
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import Function
 from coalign.data.images.placeholders import show_images
+from coalign.data.sources import BadRow
 from coalign.rewards.calls import GiveUp, quote
 from coalign.services import ServiceError
 from coalign.types import Sample
@@ -25,14 +26,19 @@ _KEPT = 100_000  # answers of calls that have not succeeded yet
 _FINAL = ("length", "content_filter")  # ends of an answer after which the same question would get no other one
 
 
-def _check_questions(named: Function) -> Function:
+def _build_questions(named: Function) -> JudgeQuestions:
     cls = resolve(named.fn, _QUESTIONS)
-    cls(**bind(cls, named.arguments, ""))
+    return cls(**bind(cls, named.arguments, ""))
+
+
+def _check_questions(named: Function) -> Function:
+    _build_questions(named)
     return named
 
 
 class RemoteJudge:
-    """Asks a model about the responses to each prompt, as ``ask`` says: `pointwise`, `pairwise` or a class of your own.
+    """Asks a model about the responses to each prompt, as ``ask`` says: `pointwise`, `pairwise`, `rubric` or a class of
+    your own.
 
     POST `{"model": …, "messages": […], "temperature": …, "max_tokens": …}`, one request a question, to ``url``
     (`https://HOST/v1/chat/completions`).
@@ -64,9 +70,7 @@ class RemoteJudge:
         extra: dict[str, Any] | None = None,
         api_key_env: str | None = None,
     ) -> None:
-        named = Function.model_validate(ask)
-        cls = resolve(named.fn, _QUESTIONS)
-        self._questions: JudgeQuestions = cls(**bind(cls, named.arguments, ""))
+        self._questions = _build_questions(Function.model_validate(ask))
         body = {"model": judge, "temperature": temperature, "max_tokens": max_tokens, **(extra or {})}
         self._body = {name: value for name, value in body.items() if value is not None}
         self._show_images = show_images
@@ -74,9 +78,19 @@ class RemoteJudge:
         self.at_once, self._free = concurrency, asyncio.Semaphore(concurrency)
         self._answers: dict[bytes, str | None] = {}  # by question; None: it has none, for good
 
+    @staticmethod
+    def check_row(row: Mapping[str, Any], *, ask: Any, **_: Any) -> None:
+        """Raise BadRow for a row that does not say what to ask."""
+        if check := getattr(_build_questions(Function.model_validate(ask)), "check_row", None):
+            check(row)
+
     async def __call__(self, group: Sequence[Sample]) -> list[Any]:
         """The reward of each response, or a GiveUp. Raises ServiceError or GiveUp."""
-        bodies = self._write(self._questions.ask(group if self._show_images else name_images(group)), group[0])
+        try:
+            questions = self._questions.ask(group if self._show_images else name_images(group))
+        except BadRow as error:
+            raise GiveUp(f"remote_judge: {error}") from error
+        bodies = self._write(questions, group[0])
         different = list(dict.fromkeys(bodies))
         replies = await asyncio.gather(*map(self._ask, different), return_exceptions=True)
         failed = [reply for reply in replies if isinstance(reply, BaseException)]
@@ -86,10 +100,10 @@ class RemoteJudge:
         answers = [cast("str | None", reply_by_body[body]) for body in bodies]
         for body in different:
             self._answers.pop(body, None)
-        verdicts = [None if answer is None else self._questions.verdict(answer) for answer in answers]
+        verdicts = [None if answer is None else self._questions.verdict(answer, group) for answer in answers]
         first = next((a for a, verdict in zip(answers, verdicts, strict=True) if verdict is None), None)
         nothing = GiveUp(f"no verdict in what the judge answers: {quote(first)}")
-        return [nothing if reward is None else reward for reward in self._questions.rewards(len(group), verdicts)]
+        return [nothing if reward is None else reward for reward in self._questions.rewards(group, verdicts)]
 
     def _write(self, questions: Sequence[Messages], about: Sample) -> list[bytes]:
         try:
