@@ -1,5 +1,7 @@
 """What a template leaves out of messages is refused by name, and what it writes is never refused."""
 
+import json
+
 import pytest
 
 from coalign.data.coverage import MAX_FORMS
@@ -8,7 +10,8 @@ from coalign.data.sources import BadRow
 from coalign.data.templates import TRAINING_TEMPLATES, load_template, read_template
 from coalign.environments.rendering import Rendering
 from coalign.http_server import HttpRefusal
-from coalign_serve.serving.completion_request import ChatCompletionRequest
+from coalign_serve.dialects import ChatCompletions
+from coalign_serve.serving.completion_request import tokenize
 from tests.data.families import (
     CALL,
     CALLED,
@@ -171,12 +174,16 @@ def test_a_form_is_rendered_once(monkeypatch):
 
 def test_servers_and_environments_refuse_the_same():
     template = load_any("Qwen3")
-    hello = ChatCompletionRequest(model="m", messages=[{"role": "user", "content": parts("He", "llo")}])
-    assert hello.tokenize(template).tokens == template.prompt([user("Hello")])
-    with pytest.raises(HttpRefusal, match="leaves out the content of message 0 of role 'developer'"):
-        ChatCompletionRequest(model="m", messages=[{"role": "developer", "content": "a"}, user("b")]).tokenize(template)
+
+    def ask(*messages):
+        return tokenize(ChatCompletions.read(json.dumps({"messages": messages}).encode()), template).tokens
+
+    assert ask({"role": "user", "content": parts("He", "llo")}) == template.prompt([user("Hello")])
+    assert ask({"role": "developer", "content": "a"}, user("b")) == ask({"role": "system", "content": "a"}, user("b"))
+    with pytest.raises(HttpRefusal, match="leaves out the content of message 0 of role 'critic'"):
+        ask({"role": "critic", "content": "a"}, user("b"))
     with pytest.raises(HttpRefusal, match="has 'prefix', which neither"):
-        ChatCompletionRequest(model="m", messages=[user("b") | {"prefix": True}]).tokenize(template)
+        ask(user("b") | {"prefix": True})
     template = load_any("Qwen2.5")
     rendering, end = Rendering(template), [9999]
     said = rendering.read_messages([{"role": "user", "content": parts("He", "llo")}])

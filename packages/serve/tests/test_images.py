@@ -25,9 +25,10 @@ from coalign.roles import Context
 from coalign_serve.chat import ChatSession, ChatSettings, chat
 from coalign_serve.config.serving import CompletionServerConfig, ServeConfig
 from coalign_serve.config.stages import ScoreConfig
+from coalign_serve.dialects import ChatCompletions, Question
 from coalign_serve.judges import open_judge
 from coalign_serve.score import score
-from coalign_serve.serving.completion_request import ChatCompletionRequest
+from coalign_serve.serving.completion_request import tokenize
 from coalign_serve.serving.completion_server import load_text_tools
 from coalign_serve.serving.request_images import RequestImages
 from coalign_serve.serving.reward_server import RewardEndpoint
@@ -112,10 +113,10 @@ def test_chat_shows_images_with_the_next_message(folder):
 # ---- servers
 
 
-def ask(*urls: str, text: str = "What?") -> ChatCompletionRequest:
+def ask(*urls: str, text: str = "What?") -> Question:
     parts: list[Any] = [{"type": "image_url", "image_url": {"url": url, "detail": "low"}} for url in urls]
     messages = [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
-    return ChatCompletionRequest(model="m", messages=messages)
+    return ChatCompletions.read(json.dumps({"messages": messages}).encode())
 
 
 def test_a_request_names_images_as_data_urls_or_below_the_root_and_nothing_else(folder, tmp_path):
@@ -124,7 +125,7 @@ def test_a_request_names_images_as_data_urls_or_below_the_root_and_nothing_else(
     assert template is not None
     images = RequestImages(ImagesConfig())
     url = write_data_url(str(folder / "0.png"))
-    prompt = ask(url, text="<|image_pad|> is text").tokenize(template, images)
+    prompt = tokenize(ask(url, text="<|image_pad|> is text"), template, images)
     assert len(prompt.images) == 1 and Path(prompt.images[0].path).is_file()
     place = prompt.images[0]
     assert prompt.tokens.count(prompt.tokens[place.start]) == place.length  # the text's spelling is none
@@ -136,7 +137,7 @@ def test_a_request_names_images_as_data_urls_or_below_the_root_and_nothing_else(
     (tmp_path / "inside" / "link.png").symlink_to(tmp_path / "outside.png")
     rooted = RequestImages(ImagesConfig(root=str(tmp_path / "inside")))
     inside = f"file://{tmp_path / 'inside' / 'a.png'}"
-    assert len(ask("a.png", inside).tokenize(template, rooted).images) == 2
+    assert len(tokenize(ask("a.png", inside), template, rooted).images) == 2
     broken = "data:image/png;base64," + base64.b64encode(b"no image").decode()
     for served, url, message in (
         (RequestImages(ImagesConfig()), str(folder / "0.png"), "reads no files; send the image as a data URL"),
@@ -149,11 +150,11 @@ def test_a_request_names_images_as_data_urls_or_below_the_root_and_nothing_else(
         (RequestImages(ImagesConfig(max_file_pixels=100)), write_data_url(str(folder / "0.png")), "24 x 16 pixels"),
     ):
         with pytest.raises(HttpRefusal, match=message):
-            ask(url).tokenize(template, served)
+            tokenize(ask(url), template, served)
     blind = load_text_tools(CompletionServerConfig(model=str(folder / "model"))).template
     assert blind is not None
     with pytest.raises(HttpRefusal, match="this server reads text alone; one that is started with --images"):
-        ask("a.png").tokenize(blind)
+        tokenize(ask("a.png"), blind)
 
 
 @pytest.mark.slow
