@@ -8,8 +8,11 @@ from itertools import count
 
 import pytest
 
+from coalign.data.templates import load_template
+from coalign.environments.rendering import Rendering
 from coalign.types import Status
-from tests.environments.helpers import END, TOKENIZER, Script, encode, episode, played
+from tests.environments.helpers import END, TOKENIZER, TOOLS_CHATML, Script, encode, episode, played
+from tests.tiny import tiny_tokenizer
 
 FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 ASKED = [{"role": "user", "content": "a"}]
@@ -70,6 +73,23 @@ def test_a_conversation_that_grows_is_one_row():
     [row] = check(one, 1)
     assert row.tokens == one.tree.turns[-1].path_tokens
     assert {asked["stream"] for asked in one._policy.asked} == {0}
+
+
+def test_an_answer_that_no_tokenizer_would_write_survives_ten_turns():
+    """TRL 5242, NeMo 1337: answers were decoded and tokenised again (`HAV` + `ING` became `HAVING`)."""
+    tokenizer = tiny_tokenizer(chat_template=TOOLS_CHATML, merges=(("a", "b"),))
+    split = tokenizer.convert_tokens_to_ids(["a", "b"])
+    assert len(tokenizer("ab")["input_ids"]) == 1
+    one = episode(policy=Script([split] * 10))
+    one.rendering = Rendering(load_template(tokenizer, TOOLS_CHATML))
+
+    async def converse(one):
+        history = [user("start")]
+        for _ in range(10):
+            history += [await ask(one, history), user("ab")]
+
+    [row] = played(converse, one).rows
+    assert [token for token, trained in zip(row.tokens, row.loss_mask, strict=True) if trained] == split * 10
 
 
 def test_what_clients_change_in_an_answer_is_no_difference():
