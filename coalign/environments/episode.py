@@ -100,7 +100,7 @@ class _EpisodePolicy(Protocol):
     def decode(self, tokens: Sequence[int], *, special: bool) -> str: ...
 
 
-class _EpisodeOver(RuntimeError):
+class EpisodeOver(RuntimeError):
     """The environment continued an episode that was ended from outside (a timeout, or enough complete groups)."""
 
 
@@ -448,7 +448,7 @@ class Episode(Conversation):
     def check_open(self) -> None:
         """RuntimeError once the episode has ended."""
         if self._over:
-            raise _EpisodeOver(f"group {self.group}, index {self.index} has ended")
+            raise EpisodeOver(f"group {self.group}, index {self.index} has ended")
 
     def _choose_stream(self, parent: Turn | None, added: list[int]) -> int:
         """Choose the stream of random numbers of a turn: its parent's, or another one for what was asked already.

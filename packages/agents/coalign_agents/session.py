@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import NamedTuple
 
-from coalign.environments.episode import Episode, OutOfTokens
+from coalign.environments.episode import Episode, EpisodeOver, OutOfTokens
 from coalign.environments.tree import Turn
 from coalign.http_server import HttpRefusal
 from coalign_serve.dialects import Answer, Question
@@ -158,7 +158,7 @@ class EpisodeSession:
             raise HttpRefusal(400, str(error)) from error
         except OutOfTokens:
             turn = None
-        except RuntimeError as error:  # it was ended from outside
+        except EpisodeOver as error:  # it was ended from outside
             raise HttpRefusal(409, str(error), _NO_RETRY) from error
         if turn is None or not turn.tokens:
             self.episode.is_cut = True
