@@ -93,6 +93,18 @@ def test_a_group_has_the_question_and_the_spread_of_each_component(folder):
     assert read_newest_samples(folder, {})["samples"][0]["question"] == "And 2 + 2?"
 
 
+def test_rows_of_an_episode_are_found_and_count_once(folder):
+    lines = [sample(1, 0, 0, 1.0), sample(1, 0, 0, 1.0) | {"branch": 1, "response": "a critic"}, sample(1, 0, 1, 0.0)]
+    write_lines(folder / "samples.jsonl", lines)
+    reader, name = SampleReader(), {"step": "1", "group": "0", "index": "0"}
+    (group,) = reader.read_groups(folder, {"step": "1"})["groups"]
+    assert group["samples"] == 2 and group["reward"] == 0.5 and not group["flat"]
+    first, second = reader.read_sample(folder, name), reader.read_sample(folder, name | {"branch": "1"})
+    assert first["members"] == second["members"] == [[0, 0], [0, 1], [1, 0]]
+    assert first["response"] != second["response"] == "a critic" and second["branch"] == 1
+    assert [row["branch"] for row in reader.read_page(folder, {"group": "0"})["samples"]] == [0, 1, 0]
+
+
 def test_samples_without_a_group_are_found_as_such(folder):
     lines = [sample(1, 0, 0, 1.0), sample(1, 0, 1, 0.5), sample(1, 0, 2, None) | {"group": None}]
     del lines[1]["group"]
@@ -102,7 +114,7 @@ def test_samples_without_a_group_are_found_as_such(folder):
     assert [(group["group"], group["samples"]) for group in groups] == [(0, 1), (None, 2)]
     assert [each["index"] for each in reader.read_page(folder, {"group": "none"})["samples"]] == [1, 2]
     assert [each["index"] for each in reader.read_page(folder, {"group": "0"})["samples"]] == [0]
-    assert reader.read_sample(folder, {"step": "1", "group": "none", "index": "2"})["members"] == [1, 2]
+    assert reader.read_sample(folder, {"step": "1", "group": "none", "index": "2"})["members"] == [[1, 0], [2, 0]]
     with pytest.raises(FileNotFoundError, match="no sample 5 of no group at step 1"):
         reader.read_sample(folder, {"step": "1", "group": "none", "index": "5"})
 
@@ -250,7 +262,7 @@ def test_a_sample_has_the_tokens_of_its_own_row(folder):
     write_rollouts(folder, 1, rows, weight_version=versions)
     name = {"step": "1", "group": "1", "index": "1"}
     found = SampleReader().read_sample(folder, name)
-    assert found["tokens"]["ids"] == rows[3] and found["members"] == [0, 1] and found["response"] == "seven"
+    assert found["tokens"]["ids"] == rows[3] and found["members"] == [[0, 0], [1, 0]] and found["response"] == "seven"
     other = {"step": "2", "group": "2", "index": "0"}  # its step has no file
     assert SampleReader().read_sample(folder, other)["tokens"] is None
     write_rollouts(folder, 1, rows[::-1], weight_version=[0] * len(versions))

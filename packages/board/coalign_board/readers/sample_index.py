@@ -24,7 +24,8 @@ class SampleSummary:
 
     ``row`` counts the lines of the same step, from 0. ``offset`` and ``size`` are bytes of the file. ``tokens`` were
     generated, by the weight ``versions`` (the lowest and the highest). ``turns`` are the policy's, of an
-    episode; 0 for a plain response. ``group`` is below 0 in evaluations, None in a line that names none.
+    episode; 0 for a plain response. ``group`` is below 0 in evaluations, None in a line that names none. ``branch``
+    counts the rows of an episode, from 0.
     """
 
     row: int
@@ -34,6 +35,7 @@ class SampleSummary:
     phase: str
     group: int | None
     index: int
+    branch: int
     reward: float | None
     status: str
     tokens: int
@@ -83,6 +85,7 @@ class SampleIndex:
                 phase=PHASES[phase == PHASES[1]],
                 group=record.get("group"),
                 index=record.get("index", 0),
+                branch=record.get("branch", 0),
                 reward=reward if is_number(reward) else None,
                 status=intern(str(record.get("status", ""))[:_LONGEST_STATUS]),  # one text for all lines
                 tokens=sum(tokens for _, tokens in versions),
@@ -100,6 +103,7 @@ def is_sample(record: Mapping[str, Any]) -> bool:
     return (
         (record.get("group") is None or _is_count(record["group"], least=-LARGEST_STEP))
         and _is_count(record.get("index", 0))
+        and _is_count(record.get("branch", 0))
         and isinstance(versions, list)
         and all(isinstance(run, list) and len(run) == 2 and all(map(_is_count, run)) for run in versions)
         and isinstance(messages, list)

@@ -91,7 +91,8 @@ class SampleReader:
         groups = []
         with open_regular(folder / NAME) as file:
             for samples in _split_groups(members):
-                records = [read_record(file, sample) for sample in samples]
+                firsts = [sample for sample in samples if not sample.branch] or samples
+                records = [read_record(file, sample) for sample in firsts]
                 about = {"question": find_question(records[0])[:_EXCERPT], "rewards": _summarise_rewards(records)}
                 groups.append({"group": samples[0].group, "flat": is_flat(samples), **about, **_summarise(samples)})
         return {"step": step, "phase": phase, "groups": groups}
@@ -125,10 +126,10 @@ class SampleReader:
         return {"total": len(chosen), "offset": offset, "samples": page}
 
     def read_sample(self, folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
-        """Return the sample of a `step`, `phase`, `group` and `index` whole.
+        """Return the sample of a `step`, `phase`, `group` and `index` whole; of an episode its row `branch`, from 0.
 
-        `tokens` are its tokens and their values, null if the run has not recorded them. `members` are the indices of
-        its group. ValueError if the file of tokens is damaged, or is not of this sample.
+        `tokens` are its tokens and their values, null if the run has not recorded them. `members` are the index and
+        branch of each row of its group. ValueError if the file of tokens is damaged, or is not of this sample.
         """
         summary, record = self._find(folder, params)
         tokens = read_row(folder, summary.step, summary.row)
@@ -144,7 +145,7 @@ class SampleReader:
             "generated": summary.tokens,
             "tokens": tokens,
             "members": [
-                member.index
+                [member.index, member.branch]
                 for member in self.list_summaries(folder)
                 if (member.step, member.phase, member.group) == (summary.step, summary.phase, summary.group)
             ],
@@ -165,13 +166,13 @@ class SampleReader:
 
     def _find(self, folder: Path, params: Mapping[str, str]) -> tuple[SampleSummary, dict[str, Any]]:
         phase = read_choice(params, "phase", PHASES)
-        step, index = read_count(params, "step"), read_count(params, "index")
-        group = _read_group(params)
+        step, index, branch = read_count(params, "step"), read_count(params, "index"), read_count(params, "branch", 0)
+        wanted = (step, phase, _read_group(params), index, branch)
         for summary in self.list_summaries(folder):
-            if (summary.step, summary.phase, summary.group, summary.index) == (step, phase, group, index):
+            if (summary.step, summary.phase, summary.group, summary.index, summary.branch) == wanted:
                 with open_regular(folder / NAME) as file:
                     return summary, read_record(file, summary)
-        raise FileNotFoundError(f"{NAME} has no sample {index} of {name_group(group)} at step {step} ({phase})")
+        raise FileNotFoundError(f"{NAME} has no sample {index} of {name_group(wanted[2])} at step {step} ({phase})")
 
 
 def read_newest_samples(folder: Path, params: Mapping[str, str]) -> dict[str, Any]:
@@ -194,7 +195,7 @@ def read_newest_samples(folder: Path, params: Mapping[str, str]) -> dict[str, An
 
 def is_flat(samples: Iterable[SampleSummary]) -> bool:
     """Whether a group has several rewards, all the same: it has no advantage, so nothing is learnt from it."""
-    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    rewards = [sample.reward for sample in samples if sample.reward is not None and not sample.branch]
     return len(rewards) > 1 and min(rewards) == max(rewards)
 
 
@@ -223,15 +224,19 @@ def _summarise_rewards(records: Sequence[Mapping[str, Any]]) -> dict[str, list[f
 
 
 def _summarise(samples: Sequence[SampleSummary]) -> dict[str, Any]:
-    """Return number, mean length, lowest and highest version, and mean and spread of rewards (null: none has one)."""
+    """Return number, mean length, lowest and highest version, and mean and spread of rewards (null: none has one).
+
+    An episode counts once, however many rows it has.
+    """
     versions = [version for sample in samples for version in sample.versions or ()]
-    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    rewards = [sample.reward for sample in samples if sample.reward is not None and not sample.branch]
+    episodes = sum(not sample.branch for sample in samples) or len(samples)
     return {
-        "samples": len(samples),
+        "samples": episodes,
         "reward": fmean(rewards) if rewards else None,
         "reward_std": pstdev(rewards) if rewards else None,
         "reward_range": [min(rewards), max(rewards)] if rewards else None,
-        "tokens": fmean(sample.tokens for sample in samples),
+        "tokens": sum(sample.tokens for sample in samples) / episodes,
         "versions": [min(versions), max(versions)] if versions else None,
     }
 
@@ -267,7 +272,7 @@ def _find_text(record: Mapping[str, Any], needle: str) -> str | None:
 
 
 def _show(summary: SampleSummary, record: Mapping[str, Any], needle: str) -> dict[str, Any]:
-    names = ("step", "phase", "group", "index", "reward", "status", "tokens", "versions", "turns", "images")
+    names = ("step", "phase", "group", "index", "branch", "reward", "status", "tokens", "versions", "turns", "images")
     shown = {name: getattr(summary, name) for name in names}
     shown["question"] = find_question(record)[:_EXCERPT]
     shown["response"] = str(record.get("response", ""))[:_EXCERPT]

@@ -4,12 +4,13 @@ import { NO_GROUP, nameGroup } from "./groups.js";
 import { t } from "./i18n.js";
 import { colourValue, listLegend, makeScale, MEASURES } from "./token_colours.js";
 
-/** Draw a sample, as the reader `sample` returns it, into `root`. `show(index)` goes to another one of its group. */
+/** Draw a sample, as the reader `sample` returns it, into `root`. `show(index, branch)` goes to another one of its group. */
 export function drawSample(root, run, sample, state, show) {
-  const place = sample.members.indexOf(sample.index);
+  const place = sample.members.findIndex(([index, branch]) => index === sample.index && branch === (sample.branch ?? 0));
+  const rows = sample.members.filter(([index]) => index === sample.index).length;
   const go = (by) => {
-    const index = sample.members[place + by];
-    return h("button", { type: "button", disabled: index === undefined, onclick: () => show(index) }, t(by < 0 ? "rollouts.before" : "rollouts.after"));
+    const member = sample.members[place + by];
+    return h("button", { type: "button", disabled: member === undefined, onclick: () => show(...member) }, t(by < 0 ? "rollouts.before" : "rollouts.after"));
   };
   fill(
     root,
@@ -17,6 +18,7 @@ export function drawSample(root, run, sample, state, show) {
       "div",
       { class: "sample-head" },
       h("h2", {}, t("rollouts.sample_of", { index: sample.index, group: nameGroup(sample.group), step: sample.step })),
+      rows > 1 ? h("span", { class: "quiet" }, t("rollouts.row_of", { row: (sample.branch ?? 0) + 1, count: rows })) : null,
       h("span", { class: "quiet" }, t("rollouts.place", { place: place + 1, count: sample.members.length })),
       go(-1),
       go(1),
@@ -47,13 +49,13 @@ function makeFacts(sample) {
 
 function makeImages(run, sample) {
   if (!sample.images?.length) return null;
-  const { step, phase, index } = sample;
+  const { step, phase, index, branch = 0 } = sample;
   const group = sample.group ?? NO_GROUP;
   return h(
     "div",
     { class: "thumbnails" },
     sample.images.map((path, image) => {
-      const address = run.url("image", { step, phase, group, index, image });
+      const address = run.url("image", { step, phase, group, index, branch, image });
       const name = path.split("/").at(-1);
       const picture = h("img", { src: address, alt: t("rollouts.image", { name }), loading: "lazy" });
       picture.addEventListener("error", () => picture.replaceWith(h("span", { class: "quiet" }, t("rollouts.no_image", { name }))));

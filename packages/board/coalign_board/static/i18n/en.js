@@ -196,6 +196,7 @@ export default {
   "rollouts.reward": "reward",
   "rollouts.row": "Row of the data",
   "rollouts.sample": "Sample",
+  "rollouts.row_of": "Row {row} of {count} of this episode",
   "rollouts.sample_of": "Sample {index} of {group}, step {step}",
   "rollouts.sample_short": "step {step} · {group} · {index}",
   "rollouts.samples": "Samples",

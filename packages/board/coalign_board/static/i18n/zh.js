@@ -196,6 +196,7 @@ export default {
   "rollouts.reward": "奖励",
   "rollouts.row": "数据行",
   "rollouts.sample": "样本",
+  "rollouts.row_of": "该 episode 的第 {row} 行，共 {count} 行",
   "rollouts.sample_of": "第 {step} 步，{group}，样本 {index}",
   "rollouts.sample_short": "第 {step} 步 · {group} · {index}",
   "rollouts.samples": "样本",

@@ -96,10 +96,10 @@ export async function render(root, run, state) {
     state.set({ sample: name });
     sampleList.draw();
     if (name === null) return fill(detail, h("p", { class: "empty" }, t("rollouts.choose_sample")));
-    const [step, phase, group, index] = name.split(".");
-    const sample = await run.fetch("sample", { step, phase, group, index });
+    const [step, phase, group, index, branch = 0] = name.split(".");
+    const sample = await run.fetch("sample", { step, phase, group, index, branch });
     if (name !== state.get("sample")) return; // another one was chosen meanwhile
-    drawSample(detail, run, sample, state, (other) => attempt(() => open([step, phase, group, other].join("."))));
+    drawSample(detail, run, sample, state, (index, branch) => attempt(() => open(nameSample({ step, phase, group, index, branch }))));
   }
 
   function drawCrumbs() {
@@ -164,8 +164,8 @@ function readFilters(state) {
 }
 
 /** The name of a sample in the address. Unlike its place in the file it stays when the run goes back some steps. */
-function nameSample({ step, phase, group, index }) {
-  return [step, phase, group ?? NO_GROUP, index].join(".");
+function nameSample({ step, phase, group, index, branch }) {
+  return [step, phase, group ?? NO_GROUP, index, ...(branch ? [branch] : [])].join(".");
 }
 
 function drawStep({ step, phase, groups, samples, flat, tokens_recorded: recorded, ...rewards }) {
@@ -205,7 +205,8 @@ function drawReward({ reward, reward_std: std, reward_range: range }) {
 }
 
 function drawSampleRow(row, search) {
-  const { step, phase, group, index, reward, status, tokens, turns, images } = row;
+  const { step, phase, group, branch, reward, status, tokens, turns, images } = row;
+  const index = branch ? `${row.index}.${branch}` : row.index;
   return [
     h(
       "div",
