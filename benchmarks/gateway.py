@@ -21,8 +21,8 @@ from coalign.data.templates import load_template
 from coalign.environments.episode import EnvironmentClock, Episode
 from coalign.environments.rendering import Rendering
 from coalign.types import Response, Status
-from coalign_agents.gateway import GatewayConfig, join_gateway
-from coalign_agents.session import EpisodeSession
+from coalign_agents.gateway import join_gateway
+from coalign_agents.session import EpisodeSession, GatewayConfig
 from coalign_serve.dialects import DIALECTS
 from coalign_serve.formats import find_format
 from tests.environments.helpers import TOOLS_CHATML

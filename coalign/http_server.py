@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
+from coalign.http_types import Event, HttpRefusal
+
 try:
     import h11
     from starlette.applications import Starlette
@@ -85,17 +87,6 @@ class _BoundedConnection(H11Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-
-
-class HttpRefusal(Exception):
-    """An answer with an error's ``status`` and a message that says why."""
-
-    def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(message)
-        self.status, self.headers = status, headers
-
-
-Event = tuple[str | None, dict[str, Any] | str | None]  # its name and data; without data it is a comment
 
 
 @dataclass(frozen=True)

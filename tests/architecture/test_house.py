@@ -35,9 +35,9 @@ BUDGETS = {
     "rewards": 905,
     "run_files": 690,
     "weights": 2_040,
-    "": 2_870,  # modules beside the rooms
+    "": 2_875,  # modules beside the rooms
 }
-CORE_FILES, CORE_LINES = 290, 47_980
+CORE_FILES, CORE_LINES = 290, 47_990
 # Words that stand for a noun in a name: `found` for the nodes that were found.
 FILLERS = {
     *("found", "part", "parts", "each", "own", "kind", "kinds", "place", "places", "whole", "late", "begun", "most"),

@@ -9,7 +9,7 @@ from coalign.data.messages import parse_messages
 from coalign.data.sources import BadRow
 from coalign.data.templates import TRAINING_TEMPLATES, load_template, read_template
 from coalign.environments.rendering import Rendering
-from coalign.http_server import HttpRefusal
+from coalign.http_types import HttpRefusal
 from coalign_serve.dialects import ChatCompletions
 from coalign_serve.serving.completion_request import tokenize
 from tests.data.families import (

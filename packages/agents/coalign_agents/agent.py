@@ -16,11 +16,12 @@ from pydantic import PositiveInt
 from coalign.config.functions import bind, resolve
 from coalign.environments.episode import Episode
 from coalign_agents.calls import call_function
-from coalign_agents.session import EpisodeSession
+from coalign_agents.session import EpisodeSession, GatewayConfig
 from coalign_serve.dialects import DIALECTS, Dialect
 from coalign_serve.formats import check_format, find_format
 
 _HOME = "coalign_agents.agent"
+_LOOPBACK = GatewayConfig()
 # Where OpenAI's and Anthropic's clients have `create`, by dialect.
 _METHODS = (("chat", "completions"), ("responses",), ("messages",))
 
@@ -92,7 +93,7 @@ async def agent(
     serve_http: bool = False,
     untrained: list[str] = ["aux"],  # noqa: B006
     max_turns: PositiveInt = 500,
-    gateway: dict[str, Any] = {},  # noqa: B006
+    gateway: GatewayConfig = _LOOPBACK,
 ) -> None:
     """Run a person's function ``run(client, row, **arguments)`` with the policy behind ``client``.
 
@@ -110,9 +111,9 @@ async def agent(
     session = EpisodeSession(episode, find_format(parser, episode.rendering.tokenizer), untrained, max_turns)
     try:
         if serve_http:
-            from coalign_agents.gateway import GatewayConfig, join_gateway
+            from coalign_agents.gateway import join_gateway
 
-            async with join_gateway(GatewayConfig.model_validate(gateway)) as server:
+            async with join_gateway(gateway) as server:
                 with server.admit(session) as key:
                     value = await call_function(fn, f"{server.address}/{key}/v1", episode.row, **settings)
         else:
@@ -133,16 +134,13 @@ def _check_agent(
     run: str,
     arguments: Mapping[str, Any],
     parser: str,
-    gateway: Mapping[str, Any],
     serve_http: bool,
     **_: Any,
 ) -> None:
     bind(resolve(run, _HOME), arguments, "rollout.arguments")
     check_format(parser)
     if serve_http:
-        from coalign_agents.gateway import GatewayConfig
-
-        GatewayConfig.model_validate(gateway)
+        import coalign_agents.gateway  # noqa: F401  (ImportError names what an HTTP server needs)
 
 
 agent.check = _check_agent

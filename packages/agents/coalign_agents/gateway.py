@@ -13,22 +13,18 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, PositiveFloat
-
-from coalign.config.schema.section import Section
 from coalign.http_server import (
-    Event,
     EventStream,
-    HttpRefusal,
     Request,
     Response,
     build_application,
     read_body,
     respond,
 )
-from coalign_agents.session import EpisodeSession, PendingAnswer
+from coalign.http_types import Event, HttpRefusal
+from coalign_agents.session import EpisodeSession, GatewayConfig, PendingAnswer
 from coalign_serve.dialects import DIALECTS, Dialect, Messages
 from coalign_serve.serving.completion_server import describe_error
 from coalign_serve.serving.listener import serve_within, wait_for_disconnect
@@ -37,19 +33,6 @@ _MAX_REQUEST_BYTES = 64 * 2**20
 _CLIENT_TIMEOUT, _MAX_CONNECTIONS = 120.0, 8192  # timeout in seconds
 # Whose conversation a request belongs to: verifiers and OpenCode, Claude Code's sub-agents, Codex.
 _LABELS = ("x-session-id", "x-claude-code-agent-id", "thread-id")
-
-
-class GatewayConfig(Section):
-    """Where programs reach the policy."""
-
-    host: str = "127.0.0.1"
-    """`0.0.0.0` admits other machines; they need an episode's key all the same."""
-    port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """0: any free port."""
-    url: str | None = None
-    """The address under which other machines reach host and port, such as `http://10.0.0.5:8123`."""
-    keepalive: PositiveFloat = 5.0
-    """Seconds after which a streamed request is told that its answer is being computed, and again and again."""
 
 
 class Gateway:

@@ -10,11 +10,12 @@ from typing import Any
 from pydantic import PositiveFloat, PositiveInt
 
 from coalign.environments.episode import Episode
-from coalign_agents.gateway import GatewayConfig, join_gateway
-from coalign_agents.session import EpisodeSession
+from coalign_agents.gateway import join_gateway
+from coalign_agents.session import EpisodeSession, GatewayConfig
 from coalign_graders.boxes import BoxResult, SandboxConfig, open_sandbox
 from coalign_serve.formats import check_format, find_format
 
+_BUBBLEWRAP, _LOOPBACK = SandboxConfig(type="bwrap"), GatewayConfig()
 _MISSING = (126, 127)  # exit codes of shells for a program that cannot be run
 
 
@@ -22,7 +23,7 @@ async def program(
     episode: Episode,
     *,
     command: list[str],
-    sandbox: dict[str, Any] = {"type": "bwrap"},  # noqa: B006  (never changed)
+    sandbox: SandboxConfig = _BUBBLEWRAP,
     files: dict[str, str] = {},  # noqa: B006
     env: dict[str, str] = {},  # noqa: B006
     seconds: PositiveFloat = 600.0,
@@ -31,7 +32,7 @@ async def program(
     parser: str = "hermes",
     untrained: list[str] = ["aux"],  # noqa: B006
     max_turns: PositiveInt = 500,
-    gateway: dict[str, Any] = {},  # noqa: B006
+    gateway: GatewayConfig = _LOOPBACK,
 ) -> None:
     """Run ``command`` in a box; its environment variables say where the policy is (see `list_variables`).
 
@@ -46,9 +47,8 @@ async def program(
     those of `agent`.
     """
     session = EpisodeSession(episode, find_format(parser, episode.rendering.tokenizer), untrained, max_turns)
-    config = GatewayConfig.model_validate(gateway)
-    async with join_gateway(config) as server, open_sandbox(SandboxConfig.model_validate(sandbox)) as box:
-        address = server.address if config.url else f"http://{await box.expose(server.port)}"
+    async with join_gateway(gateway) as server, open_sandbox(sandbox) as box:
+        address = server.address if gateway.url else f"http://{await box.expose(server.port)}"
         with server.admit(session) as key:
             variables = list_variables(address, key)
             values = {**episode.row, "url": variables["OPENAI_BASE_URL"]}
@@ -117,11 +117,7 @@ def list_variables(address: str, key: str) -> dict[str, str]:
     }
 
 
-def _check_program(
-    samples: Mapping[str, int], *, sandbox: Mapping[str, Any], parser: str, gateway: Mapping[str, Any], **_: Any
-) -> None:
-    SandboxConfig.model_validate(sandbox)
-    GatewayConfig.model_validate(gateway)
+def _check_program(samples: Mapping[str, int], *, parser: str, **_: Any) -> None:
     check_format(parser)
 
 

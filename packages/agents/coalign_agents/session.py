@@ -7,17 +7,33 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+from pydantic import Field, PositiveFloat
+
+from coalign.config.schema.section import Section
 from coalign.environments.episode import Episode, EpisodeOver, OutOfTokens
 from coalign.environments.tree import Turn
-from coalign.http_server import HttpRefusal
+from coalign.http_types import HttpRefusal
 from coalign_serve.dialects import Answer, Question
 from coalign_serve.dialects.answer import PROMPT_END, read_answer
 from coalign_serve.formats import AnswerFormat
 
 _GRACE = 0.02  # seconds in which the news arrive that a client has left which asks again
 _NO_RETRY = {"x-should-retry": "false"}  # read by OpenAI's and Anthropic's clients, which repeat status 409
+
+
+class GatewayConfig(Section):
+    """Where programs reach the policy."""
+
+    host: str = "127.0.0.1"
+    """`0.0.0.0` admits other machines; they need an episode's key all the same."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """0: any free port."""
+    url: str | None = None
+    """The address under which other machines reach host and port, such as `http://10.0.0.5:8123`."""
+    keepalive: PositiveFloat = 5.0
+    """Seconds after which a streamed request is told that its answer is being computed, and again and again."""
 
 
 class AnsweredTurns(NamedTuple):

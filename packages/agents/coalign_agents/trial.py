@@ -18,6 +18,7 @@ from coalign.data.templates import load_template
 from coalign.environments.episode import EnvironmentClock, Episode
 from coalign.environments.rendering import Rendering
 from coalign.types import Response, Status
+from coalign_graders.boxes import SandboxConfig
 
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _TEMPLATE = (
@@ -89,13 +90,13 @@ def read_answers(path: Path | None) -> list[str]:
 
 
 async def try_agent(
-    command: Sequence[str], texts: Sequence[str], sandbox: dict[str, Any], seconds: float, capacity: int | None = None
+    command: Sequence[str], texts: Sequence[str], sandbox: SandboxConfig, seconds: float, capacity: int | None = None
 ) -> tuple[Episode, Any, Any]:
     """Run a command against the gateway; return its episode, its session, and how the command ended."""
-    from coalign_agents.gateway import GatewayConfig, join_gateway
+    from coalign_agents.gateway import join_gateway
     from coalign_agents.program import fill, list_variables
-    from coalign_agents.session import EpisodeSession
-    from coalign_graders.boxes import SandboxConfig, open_sandbox
+    from coalign_agents.session import EpisodeSession, GatewayConfig
+    from coalign_graders.boxes import open_sandbox
     from coalign_serve.formats import find_format
 
     tokenizer = _build_tokenizer()
@@ -113,7 +114,7 @@ async def try_agent(
     )
     episode.clock = EnvironmentClock(_SECONDS_FOR_EVER, lambda: None)
     session = EpisodeSession(episode, find_format("hermes"))
-    async with join_gateway(GatewayConfig()) as server, open_sandbox(SandboxConfig.model_validate(sandbox)) as box:
+    async with join_gateway(GatewayConfig()) as server, open_sandbox(sandbox) as box:
         with server.admit(session) as key:
             variables = list_variables(f"http://{await box.expose(server.port)}", key)
             result = await box.run([fill(word, {"url": variables["OPENAI_BASE_URL"]}) for word in command],
@@ -171,7 +172,9 @@ def agent_test(
     """Run an agent against a scripted model, and say which of its calls could be trained, and in how many rows."""
     import yaml
 
-    episode, session, result = asyncio.run(try_agent(command, read_answers(answers), yaml.safe_load(sandbox), seconds))
+    episode, session, result = asyncio.run(
+        try_agent(command, read_answers(answers), SandboxConfig.model_validate(yaml.safe_load(sandbox)), seconds)
+    )
     ended = f"was stopped after {seconds:g} s" if result.timed_out else f"ended with exit code {result.code}"
     typer.echo(f"the agent {ended}")
     for line in report(episode, session):

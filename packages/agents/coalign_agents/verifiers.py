@@ -19,11 +19,12 @@ from weakref import WeakKeyDictionary
 from pydantic import PositiveInt
 
 from coalign.environments.episode import Episode
-from coalign_agents.gateway import GatewayConfig, join_gateway
-from coalign_agents.session import EpisodeSession
+from coalign_agents.gateway import join_gateway
+from coalign_agents.session import EpisodeSession, GatewayConfig
 from coalign_serve.formats import check_format, find_format
 
 _WORKER = Path(__file__).with_name("verifiers_worker.py")
+_LOOPBACK = GatewayConfig()
 _MAX_LINE = 64 * 2**20  # bytes
 _workers: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Task[HubWorker]]] = WeakKeyDictionary()
 
@@ -118,7 +119,7 @@ async def verifiers(
     python: str,
     parser: str = "hermes",
     max_turns: PositiveInt = 500,
-    gateway: dict[str, Any] = {},  # noqa: B006  (never changed)
+    gateway: GatewayConfig = _LOOPBACK,
 ) -> None:
     """Play the row's ``task`` of a verifiers environment; its reward is that of the traces that verifiers trains.
 
@@ -130,7 +131,7 @@ async def verifiers(
     """
     worker = await _share_worker(python, env)
     session = EpisodeSession(episode, find_format(parser, episode.rendering.tokenizer), max_turns=max_turns)
-    async with join_gateway(GatewayConfig.model_validate(gateway)) as server:
+    async with join_gateway(gateway) as server:
         with server.admit(session) as key:
             base_url = f"{server.address}/{key}/v1"
             result = await worker.ask(do="play", data=episode.row["task"], model="policy", base_url=base_url)
@@ -146,12 +147,9 @@ async def verifiers(
         episode.reward(sum(trace["reward"] or 0.0 for trace in traces.values() if trace["trained"]))
 
 
-def _check_verifiers(
-    samples: Mapping[str, int], *, python: str, parser: str, gateway: Mapping[str, Any], **_: Any
-) -> None:
+def _check_verifiers(samples: Mapping[str, int], *, python: str, parser: str, **_: Any) -> None:
     if not os.access(Path(python).expanduser(), os.X_OK):
         raise ValueError(f"rollout.python: {python!r} is no program; expected the interpreter that has verifiers")
-    GatewayConfig.model_validate(gateway)
     check_format(parser)
 
 

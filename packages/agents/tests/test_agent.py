@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 
@@ -212,3 +214,22 @@ def configured(client, row, *, k: int):
 def test_an_agents_own_arguments_are_checked():
     _, outcome = agents("configured", arguments={"j": 1})
     assert "rollout.arguments" in str(outcome.error)
+
+
+def test_a_function_needs_no_http_server():
+    """`pip install coalign-agents` without `[http]`."""
+    code = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("starlette", "uvicorn", "h11"):
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Missing())
+import coalign_agents.agent, coalign_agents.tools, coalign_serve.dialects
+try:
+    import coalign_agents.gateway
+except ImportError as error:
+    print(error)
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "an HTTP server needs h11, which is not installed: pip install 'coalign[serve]'" in said

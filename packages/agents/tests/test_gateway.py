@@ -15,7 +15,7 @@ import pytest
 
 from coalign.types import Status
 from coalign_agents.agent import agent
-from coalign_agents.session import EpisodeSession
+from coalign_agents.session import EpisodeSession, GatewayConfig
 from coalign_serve.dialects import ChatCompletions
 from coalign_serve.dialects.question import MAX_ANSWERS
 from coalign_serve.formats import find_format
@@ -155,7 +155,7 @@ def test_the_retry_of_a_client_that_timed_out_gets_its_answer():
     """AReaL 1498: a retry split the trajectory. verifiers 2164, 2368: replays looped, and their cache grew."""
     policy = POLICIES["retries"] = Slow("first", "streamed", "third")
     one = episode(policy=policy, script="retries")
-    running = play(agent, one, run=f"{HERE}:times_out", serve_http=True, gateway={"keepalive": 0.2})
+    running = play(agent, one, run=f"{HERE}:times_out", serve_http=True, gateway=GatewayConfig(keepalive=0.2))
     assert running.calls[0].error is None
     # The whole answer is joined; the streamed one is another request, which nobody asks for again; the third is new.
     assert one.counts["retries_joined"] == 1 and one.counts["turns"] == 3
@@ -222,7 +222,7 @@ def waits(address, row):
 def test_streams_are_kept_open_while_an_answer_is_computed():
     POLICIES["waits"] = Slow("5", "6", "7")
     one = episode(policy=POLICIES["waits"], script="waits")
-    running = play(agent, one, run=f"{HERE}:waits", serve_http=True, gateway={"keepalive": 0.2})
+    running = play(agent, one, run=f"{HERE}:waits", serve_http=True, gateway=GatewayConfig(keepalive=0.2))
     assert running.calls[0].error is None and one.counts["turns"] == 3
 
 

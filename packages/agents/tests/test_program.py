@@ -10,9 +10,12 @@ import sys
 
 import pytest
 
+from coalign.config import ConfigError
+from coalign.config.functions import bind
 from coalign.types import Status
 from coalign_agents.agent import agent
 from coalign_agents.program import list_variables, program
+from coalign_graders.boxes import SandboxConfig
 from tests import runs
 from tests.environments.helpers import Script, chosen, episode, play
 from tests.runs import ROOT
@@ -29,8 +32,11 @@ for _ in range(int(sys.argv[2])):
     history += [answer["choices"][0]["message"], {"role": "user", "content": "Sure?"}]
 open("answer.txt", "w").write(history[-2]["content"])
 """
-HOST = {"type": "coalign_agents.host_box:HostBox"}
-BOXES = [HOST, pytest.param({"type": "bwrap"}, marks=pytest.mark.skipif(not shutil.which("bwrap"), reason="no bwrap"))]
+HOST = SandboxConfig(type="coalign_agents.host_box:HostBox")
+BOXES = [
+    HOST,
+    pytest.param(SandboxConfig(type="bwrap"), marks=pytest.mark.skipif(not shutil.which("bwrap"), reason="no bwrap")),
+]
 ASK = {"files": {"ask.py": ASKS}, "command": ["python3", "ask.py", "{prompt}", "2"]}
 
 
@@ -105,12 +111,18 @@ def test_variables_of_agents():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"sandbox": {"type": "bubble"}}, "type is 'bubble'"),
-        ({"gateway": {"prot": 1}}, "prot"),
+        ({"sandbox": {"type": "bubble"}}, r"rollout\.sandbox.*type is 'bubble'"),
+        ({"sandbox": {"type": "bwrap", "cpus": 2}}, r"rollout\.sandbox.*no effect in bwrap"),
+        ({"gateway": {"prot": 1}}, r"rollout\.gateway\.prot"),
+        ({"seconds": 0}, r"rollout\.seconds: is 0"),
         ({"parser": "hermez"}, "did you mean 'hermes'"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_a_run(settings, message):
-    settings = {"sandbox": HOST, "parser": "hermes", "gateway": {}} | settings
-    with pytest.raises(ValueError, match=message):
-        program.check({}, command=["true"], **settings)
+    with pytest.raises((ConfigError, ValueError), match=message):
+        program.check({}, **bind(program, {"command": ["true"], **settings}, "rollout"))
+
+
+def test_settings_become_a_box_and_a_gateway():
+    bound = bind(program, {"command": ["true"], "gateway": {"keepalive": 2}}, "rollout")
+    assert bound["gateway"].keepalive == 2 and bound["sandbox"].type == "bwrap"

@@ -126,4 +126,4 @@ def test_a_task_of_verifiers(hub):
 
 def test_what_is_no_interpreter_is_refused_before_a_run():
     with pytest.raises(ValueError, match=r"rollout.python: '/nowhere' is no program"):
-        verifiers.check({}, python="/nowhere", parser="hermes", gateway={})
+        verifiers.check({}, python="/nowhere", parser="hermes")

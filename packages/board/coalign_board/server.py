@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from coalign.http_server import (
-    HttpRefusal,
     Request,
     Response,
     Starlette,
@@ -27,6 +26,7 @@ from coalign.http_server import (
     open_listener,
     read_body,
 )
+from coalign.http_types import HttpRefusal
 from coalign.run_files.control import ControlRequest, read_answer, submit
 from coalign_board.access import RequestGuard, list_own_names, read_token
 from coalign_board.catalog import RunCatalog

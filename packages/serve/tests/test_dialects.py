@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from coalign.http_server import HttpRefusal
+from coalign.http_types import HttpRefusal
 from coalign_serve.dialects import Answer, ChatCompletions, Messages, Question, Responses, ToolCall
 
 CALL = ToolCall("call00001", "patch", '{"input": "*** Begin"}')

@@ -19,7 +19,7 @@ from coalign.cli import app
 from coalign.config.schema import DataConfig, ImagesConfig, ModelConfig, SamplingConfig, SourceConfig
 from coalign.data.images.image_files import write_data_url
 from coalign.data.sources import BadRow
-from coalign.http_server import HttpRefusal
+from coalign.http_types import HttpRefusal
 from coalign.report.display import Display
 from coalign.roles import Context
 from coalign_serve.chat import ChatSession, ChatSettings, chat

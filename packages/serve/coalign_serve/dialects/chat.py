@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from coalign.http_server import Event
+from coalign.http_types import Event
 from coalign_serve.dialects.question import (
     MAX_ANSWERS,
     Answer,

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from coalign.data.messages import REASONING_KEYS
-from coalign.http_server import Event
+from coalign.http_types import Event
 from coalign_serve.dialects.question import (
     Answer,
     Dialect,

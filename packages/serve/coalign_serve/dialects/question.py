@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coalign.config.errors import describe_error, format_key
 from coalign.data.messages import REASONING_KEYS, Message
-from coalign.http_server import Event, HttpRefusal
+from coalign.http_types import Event, HttpRefusal
 
 MAX_ANSWERS = 128  # to one question
 Json = dict[str, Any]

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from coalign.data.messages import REASONING_KEYS
-from coalign.http_server import Event, HttpRefusal
+from coalign.http_types import Event, HttpRefusal
 from coalign_serve.dialects.chat import ChatCompletions
 from coalign_serve.dialects.question import (
     Answer,

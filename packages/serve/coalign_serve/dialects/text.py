@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from coalign.http_server import Event
+from coalign.http_types import Event
 from coalign_serve.dialects.chat import ChatCompletions
 from coalign_serve.dialects.question import Answer, Json, Question
 

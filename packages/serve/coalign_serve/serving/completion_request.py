@@ -16,7 +16,7 @@ from coalign.data.images.placeholders import read_part
 from coalign.data.messages import Message, parse_messages, parse_tools
 from coalign.data.sources import BadRow
 from coalign.data.templates import PlainText, Template, locate_images
-from coalign.http_server import HttpRefusal
+from coalign.http_types import HttpRefusal
 from coalign.types import ImageSpan
 from coalign_serve.dialects.question import MAX_ANSWERS, Limit, Question, Stop, read_stop
 from coalign_serve.serving.engine_loop import GenerationJob

@@ -16,7 +16,8 @@ from typing import Any
 
 from coalign.backends import pretrained
 from coalign.data.templates import PlainText, Template, load_template
-from coalign.http_server import Event, EventStream, HttpRefusal, Request, Response, Server, read_body, respond
+from coalign.http_server import EventStream, Request, Response, Server, read_body, respond
+from coalign.http_types import Event, HttpRefusal
 from coalign.report.display import Display
 from coalign_serve.config.serving import CompletionServerConfig
 from coalign_serve.dialects import DIALECTS, Answer, ChatCompletions, Dialect, Messages

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 from coalign.http_server import (
     Handler,
-    HttpRefusal,
     Request,
     Server,
     Starlette,
@@ -20,6 +19,7 @@ from coalign.http_server import (
     build_server,
     open_listener,
 )
+from coalign.http_types import HttpRefusal
 from coalign_serve.config.serving import ServerConfig
 
 

@@ -18,7 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from coalign.config.errors import describe_error, format_key
 from coalign.data.messages import Message, parse_messages
 from coalign.data.sources import BadRow
-from coalign.http_server import HttpRefusal, Request, Server, read_body
+from coalign.http_server import Request, Server, read_body
+from coalign.http_types import HttpRefusal
 from coalign.report.display import Display
 from coalign.rewards.batcher import CallBatcher
 from coalign.rewards.calls import RewardError

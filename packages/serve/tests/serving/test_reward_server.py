@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from coalign.config import ConfigError, load_section
-from coalign.http_server import HttpRefusal
+from coalign.http_types import HttpRefusal
 from coalign_serve.config.serving import ServeConfig
 from coalign_serve.judges import Verdict, open_judge
 from coalign_serve.serving.reward_server import build_reward_server, read_request, serve
