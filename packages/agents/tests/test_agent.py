@@ -189,11 +189,16 @@ def strangers(address, row):
 
     good = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
     message = st.fixed_dictionaries({"role": JSON, "content": JSON}, optional={"tool_calls": JSON})
-    options = {"tools": JSON, "stop": JSON, "max_tokens": JSON}
-    said = st.fixed_dictionaries({"messages": st.lists(message, max_size=3) | JSON}, optional=options)
+    options = {"tools": JSON, "stop": JSON, "max_tokens": JSON, "system": JSON, "instructions": JSON, "stream": JSON}
+    said = st.fixed_dictionaries(
+        {"messages": st.lists(message, max_size=3) | JSON, "input": st.lists(message, max_size=3) | JSON},
+        optional=options,
+    )
     bodies = (said | JSON).map(lambda value: json.dumps(value).encode()) | damage(body)
     damaged = damage(good) | damage(head + chunked, [head, chunked])
-    try_requests(port, st.binary(max_size=200) | damaged | make_requests(head, bodies), row["cases"])
+    heads = [head.replace(b"/chat/completions", path) for path in (b"/chat/completions", b"/responses", b"/messages")]
+    requests = st.one_of(*(make_requests(one, bodies) for one in heads))
+    try_requests(port, st.binary(max_size=200) | damaged | requests, row["cases"])
     assert send_raw(port, good, 10).startswith((b"HTTP/1.1 200", b"HTTP/1.1 400"))  # 400: the episode goes on elsewhere
     return 1.0
 
