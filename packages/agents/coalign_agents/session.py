@@ -104,6 +104,7 @@ class EpisodeSession:
         answer = self._unread[key].pop(0) if self._unread[key] else self._latest.get(key) if is_retry else None
         if answer is None:
             answer = PendingAnswer(asyncio.ensure_future(self._compute(question, label)))
+            answer.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may wait
             self._latest = {key: answer}
         else:
             self.episode.count("retries_joined")

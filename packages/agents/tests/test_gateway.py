@@ -182,10 +182,13 @@ def loses_patience(address, row):
             head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\nConnection: close\r\n"
             head += f"x-stainless-retry-count: {tries}\r\n\r\n"
             tries += 1
-            with socket.create_connection((host, int(port)), timeout=random.random() / 15 + 1e-3) as connection:
+            patience = random.random() / 15 + 1e-3
+            with (
+                contextlib.suppress(TimeoutError),
+                socket.create_connection((host, int(port)), timeout=patience) as connection,
+            ):
                 connection.sendall(head.encode() + body)
-                with contextlib.suppress(TimeoutError):
-                    said = b"".join(iter(lambda connection=connection: connection.recv(65536), b""))
+                said = b"".join(iter(lambda connection=connection: connection.recv(65536), b""))
         message = json.loads(said.split(b"\r\n\r\n", 1)[1])["choices"][0]["message"]
         assert message["content"] == f"answer {turn}"
         messages += [message, {"role": "user", "content": "more"}]
