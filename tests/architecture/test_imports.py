@@ -189,6 +189,15 @@ def test_importing_the_package_the_configuration_and_the_display_loads_no_torch(
     assert run(code).strip() == "[]"
 
 
+def test_help_on_all_commands_loads_no_torch():
+    code = (
+        "import sys; from coalign.companions import COMMANDS, list_entries;"
+        "print(len([entry.load() for entry in list_entries(COMMANDS).values()]) > 15,"
+        "[m for m in ('torch', 'transformers', 'ray', 'matplotlib') if m in sys.modules])"
+    )
+    assert run(code).strip() == "True []"
+
+
 def test_nothing_heavy_is_imported_until_it_is_used():
     code = (
         "import sys, coalign.engine.engine, coalign.recipes.grpo, coalign.recipes.ppo, coalign.recipes.sft;"

@@ -1,24 +1,26 @@
-"""`coalign agent-test`: somebody's agent against the gateway, with a scripted model: what of it could be trained."""
+"""Somebody's agent against the gateway, with a scripted model: what of it could be trained."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from itertools import chain, repeat
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 
 from coalign.data.templates import load_template
 from coalign.environments.episode import EnvironmentClock, Episode
 from coalign.environments.rendering import Rendering
 from coalign.types import Response, Status
-from coalign_graders.boxes import SandboxConfig
+from coalign_agents.gateway import join_gateway
+from coalign_agents.program import fill, list_variables
+from coalign_agents.session import EpisodeSession, GatewayConfig
+from coalign_graders.boxes import BoxResult, SandboxConfig, open_sandbox
+from coalign_serve.formats import find_format
 
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _TEMPLATE = (
@@ -32,7 +34,7 @@ _TEMPLATE = (
 _SECONDS_FOR_EVER = 1e9
 
 
-def _build_tokenizer() -> Any:
+def build_tokenizer() -> Any:
     """Build a tokenizer of bytes with a chat template that shows tools."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -45,12 +47,11 @@ def _build_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_SPECIAL[-1], chat_template=_TEMPLATE)
 
 
-class _ScriptedPolicy:
+class ScriptedPolicy:
     """Says one text after the other, and the last one again and again."""
 
-    capacity: int | None = None
-
-    def __init__(self, tokenizer: Any, texts: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Any, texts: Sequence[str], capacity: int | None = None) -> None:
+        self.capacity = capacity
         self._tokenizer, self._texts = tokenizer, chain(texts, repeat(texts[-1]))
 
     async def respond(self, tokens: list[int], *, limit: int, **_: Any) -> Response:
@@ -91,17 +92,9 @@ def read_answers(path: Path | None) -> list[str]:
 
 async def try_agent(
     command: Sequence[str], texts: Sequence[str], sandbox: SandboxConfig, seconds: float, capacity: int | None = None
-) -> tuple[Episode, Any, Any]:
+) -> tuple[Episode, EpisodeSession, BoxResult]:
     """Run a command against the gateway; return its episode, its session, and how the command ended."""
-    from coalign_agents.gateway import join_gateway
-    from coalign_agents.program import fill, list_variables
-    from coalign_agents.session import EpisodeSession, GatewayConfig
-    from coalign_graders.boxes import open_sandbox
-    from coalign_serve.formats import find_format
-
-    tokenizer = _build_tokenizer()
-    policy = _ScriptedPolicy(tokenizer, texts)
-    policy.capacity = capacity
+    tokenizer = build_tokenizer()
     episode = Episode(
         row={"messages": []},
         group=0,
@@ -109,7 +102,7 @@ async def try_agent(
         seed=0,
         prompt=[],
         max_new_tokens=sys.maxsize,
-        policy=policy,
+        policy=ScriptedPolicy(tokenizer, texts, capacity),
         rendering=Rendering(load_template(tokenizer, "auto")),
     )
     episode.clock = EnvironmentClock(_SECONDS_FOR_EVER, lambda: None)
@@ -117,13 +110,13 @@ async def try_agent(
     async with join_gateway(GatewayConfig()) as server, open_sandbox(sandbox) as box:
         with server.admit(session) as key:
             variables = list_variables(f"http://{await box.expose(server.port)}", key)
-            result = await box.run([fill(word, {"url": variables["OPENAI_BASE_URL"]}) for word in command],
-                                   seconds=seconds, env=variables)  # fmt: skip
+            words = [fill(word, {"url": variables["OPENAI_BASE_URL"]}) for word in command]
+            result = await box.run(words, seconds=seconds, env=variables)
     episode.close()
     return episode, session, result
 
 
-def report(episode: Episode, session: Any) -> list[str]:
+def report(episode: Episode, session: EpisodeSession) -> list[str]:
     """Say in lines what was asked, and what would be trained."""
     turns = episode.tree.turns
     sampled = sum(len(turn.tokens) for turn in turns)
@@ -131,7 +124,7 @@ def report(episode: Episode, session: Any) -> list[str]:
     rows = episode.rows if turns else []
 
     def count(group: str) -> str:
-        named = Counter({name: count for (of, name), count in session.uses.items() if of == group})
+        named = Counter({name: count for (counted, name), count in session.uses.items() if counted == group})
         return ", ".join(f"{count} {name}" for name, count in named.most_common())
 
     lines = [f"questions   {count('dialect')}", f"with        {count('feature') or 'nothing else'}"]
@@ -154,33 +147,3 @@ def report(episode: Episode, session: Any) -> list[str]:
             f"  row {number}     {len(path)} turns, {sum(row.loss_mask)} trained of {len(row.tokens)} tokens{label}"
         )
     return lines
-
-
-def agent_test(
-    command: Annotated[
-        list[str], typer.Argument(help="The agent's command, after `--`; {url} is the address of the model's API.")
-    ],
-    answers: Annotated[
-        Path | None,
-        typer.Option(help='What the model says: a JSON text a line, or {"name": …, "arguments": …}; default: "Done."'),
-    ] = None,
-    sandbox: Annotated[
-        str, typer.Option(help="Where the agent runs, as in YAML: `{type: bwrap}`; default: on this machine.")
-    ] = "{type: 'coalign_agents.host_box:HostBox'}",
-    seconds: Annotated[float, typer.Option(min=1.0, help="Wall-clock time of the agent.")] = 300.0,
-) -> None:
-    """Run an agent against a scripted model, and say which of its calls could be trained, and in how many rows."""
-    import yaml
-
-    episode, session, result = asyncio.run(
-        try_agent(command, read_answers(answers), SandboxConfig.model_validate(yaml.safe_load(sandbox)), seconds)
-    )
-    ended = f"was stopped after {seconds:g} s" if result.timed_out else f"ended with exit code {result.code}"
-    typer.echo(f"the agent {ended}")
-    for line in report(episode, session):
-        typer.echo(line)
-    if result.code != 0 or not episode.tree.turns:
-        for name, text in (("output", result.out), ("errors", result.err)):
-            if text.strip():
-                typer.echo(f"\nits {name} end with:\n{text.strip()[-2000:]}", err=True)
-        raise typer.Exit(1)
