@@ -17,13 +17,11 @@ from coalign.config.functions import bind, resolve
 from coalign.environments.episode import Episode
 from coalign_agents.calls import call_function
 from coalign_agents.session import EpisodeSession, GatewayConfig
-from coalign_serve.dialects import DIALECTS, Dialect
+from coalign_serve.dialects import ChatCompletions, Dialect, Messages, Responses
 from coalign_serve.formats import check_format, find_format
 
 _HOME = "coalign_agents.agent"
 _LOOPBACK = GatewayConfig()
-# Where OpenAI's and Anthropic's clients have `create`, by dialect.
-_METHODS = (("chat", "completions"), ("responses",), ("messages",))
 
 
 class Record(dict[str, Any]):
@@ -46,21 +44,19 @@ class AgentClient:
     ``client.chat.completions.create``, ``client.responses.create`` and ``client.messages.create`` take what the API
     takes. Messages that repeat an earlier answer go on behind its tokens. Others begin another row of the episode: a
     summary of the history, a sub-agent, other tools. The run decides how tokens are sampled: ``temperature``,
-    ``top_p``, ``seed`` and the like have no effect. They raise HttpRefusal for what the API would refuse, and for
-    streams.
+    ``top_p``, ``seed`` and the like have no effect. They raise HttpRefusal for what the API would refuse, and
+    ValueError for streams.
     """
 
     def __init__(self, session: EpisodeSession, events: asyncio.AbstractEventLoop | None = None) -> None:
         """``events``: where a plain function's questions are answered; None if the calls are awaited."""
-        self._session = session
-        for names, dialect in zip(_METHODS, DIALECTS, strict=True):
-            target: Any = self
-            for name in names:
-                if not hasattr(target, name):
-                    setattr(target, name, SimpleNamespace())
-                target = getattr(target, name)
-            create = partial(self._create, dialect)
-            target.create = create if events is None else partial(_wait, events, create)
+        self._session, self._events = session, events
+        self.chat = SimpleNamespace(completions=self._offer(ChatCompletions))
+        self.responses, self.messages = self._offer(Responses), self._offer(Messages)
+
+    def _offer(self, dialect: type[Dialect]) -> SimpleNamespace:
+        create = partial(self._create, dialect)
+        return SimpleNamespace(create=create if self._events is None else partial(_wait, self._events, create))
 
     async def _create(self, dialect: type[Dialect], **request: Any) -> Record:
         if request.get("stream"):
@@ -120,7 +116,7 @@ async def agent(
             events = None if inspect.iscoroutinefunction(fn) else asyncio.get_running_loop()
             value = await call_function(fn, AgentClient(session, events), episode.row, **settings)
     except Exception:
-        if not session.is_cut:
+        if not episode.is_cut:
             raise
         episode.count("agent_died")
         return

@@ -7,26 +7,17 @@ API key.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from coalign.http_server import (
-    EventStream,
-    Request,
-    Response,
-    build_application,
-    read_body,
-    respond,
-)
+from coalign.http_server import EventStream, Request, Response, build_application, read_body, respond
 from coalign.http_types import Event, HttpRefusal
 from coalign_agents.session import EpisodeSession, GatewayConfig, PendingAnswer
-from coalign_serve.dialects import DIALECTS, Dialect, Messages
-from coalign_serve.serving.completion_server import describe_error
+from coalign_serve.dialects import DIALECTS, Dialect, Messages, describe_error, describe_model
 from coalign_serve.serving.listener import serve_within, wait_for_disconnect
 
 _MAX_REQUEST_BYTES = 64 * 2**20
@@ -50,7 +41,7 @@ class Gateway:
             handlers[("GET", f"{prefix}/models/{{name:path}}")] = self._describe_model
         self.application = build_application(handlers, describe_error)
 
-    @contextlib.contextmanager
+    @contextmanager
     def admit(self, session: EpisodeSession) -> Iterator[str]:
         """Let requests reach an episode within this context, which yields its key."""
         key = secrets.token_urlsafe(24)
@@ -87,22 +78,22 @@ class Gateway:
         if question.stream:
             await asyncio.wait({answer.task}, timeout=self.config.keepalive)
             if answer.task.done() and answer.task.exception() is not None:
-                session.done(body, answer)
+                session.done(answer)
                 answer.task.result()  # raises: a refusal has a status of its own
-            return EventStream(self._stream(reply, answer, session, body))
+            return EventStream(self._stream(reply, answer, session))
         leaving = asyncio.ensure_future(wait_for_disconnect(request))
         await asyncio.wait({answer.task, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if leaving.done():
-            session.leave(body, answer)
+            session.leave(answer)
             raise HttpRefusal(499, "the client has left")
         leaving.cancel()
-        session.done(body, answer)
+        session.done(answer)
         outcome = answer.task.result()
         reply.prompt_tokens = outcome.prompt_tokens
         return respond(reply.write(outcome.answers))
 
     async def _stream(
-        self, reply: Dialect, answer: PendingAnswer, session: EpisodeSession, body: bytes
+        self, reply: Dialect, answer: PendingAnswer, session: EpisodeSession
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of an answer, which is computed whole: a turn counts only when it is complete."""
         is_sent = False
@@ -120,7 +111,7 @@ class Gateway:
                     yield event
             is_sent = True
         finally:
-            session.done(body, answer) if is_sent else session.leave(body, answer)
+            session.done(answer) if is_sent else session.leave(answer)
 
     async def _count_tokens(self, request: Request) -> dict[str, Any]:
         session = self._find(request)
@@ -141,8 +132,7 @@ class Gateway:
 
 
 def _describe(session: EpisodeSession, name: str) -> dict[str, Any]:
-    head = {"id": name, "object": "model", "type": "model", "display_name": name, "created": 0, "owned_by": "coalign"}
-    return {**head, "created_at": "1970-01-01T00:00:00Z", "max_model_len": session.capacity}
+    return describe_model(name, created_at="1970-01-01T00:00:00Z", max_model_len=session.episode.capacity)
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -49,8 +49,12 @@ class AnsweredTurns(NamedTuple):
 
 @dataclass(eq=False)
 class PendingAnswer:
-    """The answers to a request, which may be computed still. ``is_read``: they were sent to a client that waited."""
+    """The answers to a ``request`` (its digest), which may be computed still.
 
+    ``is_read``: they were sent to a client that waited.
+    """
+
+    request: bytes
     task: asyncio.Task[AnsweredTurns]
     is_read: bool = False
 
@@ -73,19 +77,9 @@ class EpisodeSession:
         self.uses: Counter[tuple[str, str]] = Counter()  # what HTTP requests asked for: (what of them, its name)
         self._asked = 0
         self._is_over = False
-        self._latest: dict[bytes, PendingAnswer] = {}  # the last one that was begun, by its request
+        self._latest: PendingAnswer | None = None  # the last one that was begun
         self._waiting: Counter[bytes] = Counter()  # requests whose clients wait
-        self._unread: dict[bytes, list[PendingAnswer]] = defaultdict(list)  # answers whose clients have left
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether a limit of tokens or turns has ended the episode."""
-        return self.episode.is_cut
-
-    @property
-    def capacity(self) -> int | None:
-        """Tokens of the longest conversation that fits."""
-        return self.episode.capacity
+        self._unread: list[PendingAnswer] = []  # those whose clients have left
 
     async def answer(self, question: Question) -> AnsweredTurns:
         """Answer a question of this process."""
@@ -101,34 +95,35 @@ class EpisodeSession:
         key = blake2b(request).digest()
         if self._waiting[key] and not is_retry:
             await asyncio.sleep(_GRACE)
-        answer = self._unread[key].pop(0) if self._unread[key] else self._latest.get(key) if is_retry else None
+        answer = next((unread for unread in self._unread if unread.request == key), None)
+        if answer is not None:
+            self._unread.remove(answer)
+        elif is_retry and self._latest is not None and self._latest.request == key:
+            answer = self._latest
         if answer is None:
-            answer = PendingAnswer(asyncio.ensure_future(self._compute(question, label)))
+            answer = self._latest = PendingAnswer(key, asyncio.ensure_future(self._compute(question, label)))
             answer.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may wait
-            self._latest = {key: answer}
         else:
             self.episode.count("retries_joined")
         self._waiting[key] += 1
         return answer
 
-    def done(self, request: bytes, answer: PendingAnswer) -> None:
+    def done(self, answer: PendingAnswer) -> None:
         """The answer was sent, or a refusal."""
-        key = blake2b(request).digest()
-        self._waiting[key] -= 1
+        self._waiting[answer.request] -= 1
         answer.is_read = True
-        self._unread[key] = [other for other in self._unread[key] if other is not answer]
+        self._unread = [other for other in self._unread if other is not answer]
 
-    def leave(self, request: bytes, answer: PendingAnswer) -> None:
+    def leave(self, answer: PendingAnswer) -> None:
         """The client has left before it had its answer, which is computed all the same: it may ask again."""
-        key = blake2b(request).digest()
-        self._waiting[key] -= 1
+        self._waiting[answer.request] -= 1
         if not answer.is_read:
-            self._unread[key].append(answer)
+            self._unread.append(answer)
 
     def close(self) -> None:
         """Answer nothing more. What nobody has read did nothing for the reward, and is not trained on."""
         self._is_over = True
-        for task in (answer.task for answers in self._unread.values() for answer in answers):
+        for task in (answer.task for answer in self._unread):
             if not task.done():
                 task.cancel()
             elif not task.cancelled() and task.exception() is None:

@@ -135,7 +135,7 @@ async def verifiers(
         with server.admit(session) as key:
             base_url = f"{server.address}/{key}/v1"
             result = await worker.ask(do="play", data=episode.row["task"], model="policy", base_url=base_url)
-    if result["error"] and not session.is_cut:
+    if result["error"] and not episode.is_cut:
         raise VerifiersError(f"verifiers: {result['error']}")
     traces = {trace["id"]: trace for trace in result["traces"]}
     for turn in episode.tree.turns:

@@ -28,9 +28,8 @@ def read_answer(
         return Answer(text, "stop" if turn.status == Status.OK else "length", tokens=len(turn.tokens)), 0
     parsed = read(turn, question.tools, prompt_end)
     unreadable = sum(call.error is not None for call in parsed.calls)
-    offers_tools = question.tools is not None and question.reads_calls
-    if unreadable or (parsed.calls and not offers_tools):
-        return Answer(text, "stop", tokens=len(turn.tokens)), unreadable if offers_tools else 0
+    if unreadable or (parsed.calls and not question.offers_tools):
+        return Answer(text, "stop", tokens=len(turn.tokens)), unreadable if question.offers_tools else 0
     calls = [
         ToolCall(make_call_id(seed, i), call.name, json.dumps(call.arguments, ensure_ascii=False))
         for i, call in enumerate(parsed.calls)

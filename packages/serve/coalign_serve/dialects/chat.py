@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from coalign.http_types import Event
 from coalign_serve.dialects.question import (
@@ -17,19 +17,14 @@ from coalign_serve.dialects.question import (
     Question,
     RequestBody,
     Stop,
+    StreamOptions,
     count_tokens,
-    read_body,
+    parse_body,
     read_stop,
     write_call,
 )
 
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-
-
-class _StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    include_usage: bool = False
 
 
 class _Body(RequestBody):
@@ -38,7 +33,7 @@ class _Body(RequestBody):
     max_tokens: Limit = None
     max_completion_tokens: Limit = None
     stop: Stop = None
-    stream_options: _StreamOptions | None = None
+    stream_options: StreamOptions | None = None
     logprobs: bool | None = None
 
 
@@ -48,7 +43,7 @@ class ChatCompletions(Dialect):
 
     @staticmethod
     def read(body: bytes) -> Question:
-        asked = read_body(body, _Body)
+        asked = parse_body(body, _Body)
         functions = [tool for tool in asked.tools or [] if tool.get("type", "function") == "function"]
         return Question(
             [_read_message(message) for message in asked.messages],
@@ -75,7 +70,7 @@ class ChatCompletions(Dialect):
         choices = [
             {
                 "index": index,
-                "message": {**_write_message(answer), "refusal": None},
+                **self._write_answer(answer),
                 "finish_reason": answer.finish,
                 "logprobs": self._write_logprobs(index, answer.logprobs),
             }
@@ -124,6 +119,10 @@ class ChatCompletions(Dialect):
         choice["logprobs"] = self._write_logprobs(index, logprobs)
         return None, {**self._head(self.piece_type), "choices": [choice]}
 
+    def _write_answer(self, answer: Answer) -> Json:
+        content = answer.text or (None if answer.calls else "")
+        return {"message": {**answer.message, "content": content, "refusal": None}}
+
     def _write_delta(self, delta: Json) -> Json:
         return {"delta": delta}
 
@@ -146,7 +145,3 @@ def _read_message(message: Json) -> Json:
     """Return a message without keys that say nothing: clients send back all that they were sent."""
     known = {key: value for key, value in message.items() if value not in (None, [])}
     return known | {"role": "system"} if known.get("role") == "developer" else known
-
-
-def _write_message(answer: Answer) -> Json:
-    return answer.message | {"content": answer.text or (None if answer.calls else "")}

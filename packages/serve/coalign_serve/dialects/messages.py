@@ -21,7 +21,7 @@ from coalign_serve.dialects.question import (
     ToolCall,
     count_tokens,
     describe_function,
-    read_body,
+    parse_body,
     read_call,
     read_content,
     read_stop,
@@ -49,7 +49,7 @@ class Messages(Dialect):
 
     @staticmethod
     def read(body: bytes) -> Question:
-        asked = read_body(body, _Body)
+        asked = parse_body(body, _Body)
         messages = [message for sent in asked.messages for message in _read_message(sent)]
         if system := _BILLING.sub("", str(read_content(asked.system))):
             messages.insert(0, {"role": "system", "content": system})

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from coalign.config.errors import describe_error, format_key
+from coalign.config.errors import describe_error, format_key, suggest
 from coalign.data.messages import REASONING_KEYS, Message
 from coalign.http_types import Event, HttpRefusal
 
@@ -45,6 +45,11 @@ class Question:
     custom_tools: frozenset[str] = frozenset()
     dropped_tools: tuple[str, ...] = ()
     settings: Json = field(default_factory=dict)
+
+    @property
+    def offers_tools(self) -> bool:
+        """Whether the answer may call tools."""
+        return self.tools is not None and self.reads_calls
 
 
 @dataclass(frozen=True)
@@ -157,16 +162,34 @@ class RequestBody(BaseModel):
         return self.tool_choice.get("type") if isinstance(self.tool_choice, dict) else self.tool_choice
 
 
-def read_body(body: bytes, body_type: type[Body]) -> Body:
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    include_usage: bool = False
+
+
+def parse_body(body: bytes, body_type: type[Body]) -> Body:
     """Read and check a request's body. Raises HttpRefusal that names each wrong key."""
     try:
         return body_type.model_validate_json(body)
     except ValidationError as error:
-        problems = dict.fromkeys(
-            ": ".join(filter(None, (format_key(problem["loc"][:1]), describe_error(problem))))
-            for problem in error.errors(include_url=False)
-        )
-        raise HttpRefusal(400, "; ".join(list(problems)[:4])) from None
+        raise refuse(error, body_type) from None
+
+
+def refuse(error: ValidationError, body_type: type[BaseModel]) -> HttpRefusal:
+    """Return a refusal that names each wrong key, and for an unknown one the nearest."""
+    problems = dict.fromkeys(_describe(problem, body_type) for problem in error.errors(include_url=False))
+    return HttpRefusal(400, "; ".join(list(problems)[:4]))
+
+
+def _describe(problem: Any, body_type: type[BaseModel]) -> str:
+    key = problem["loc"]
+    if problem["type"] == "extra_forbidden":
+        return f"{key[-1]}: unknown key{suggest(str(key[-1]), body_type.model_fields)}"
+    limits = {"le": 0, "max_length": 0}
+    if any(problem.get("ctx", {}).get(name) == value for name, value in limits.items()) and len(key) == 1:
+        return f"{key[0]}: is not supported by this server; leave it out"
+    return ": ".join(filter(None, (format_key(key[:1]), describe_error(problem))))
 
 
 def read_stop(stop: str | list[str] | None) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from coalign_serve.dialects.question import (
     RequestBody,
     count_tokens,
     describe_function,
-    read_body,
+    parse_body,
     read_call,
     read_content,
     take,
@@ -51,7 +51,7 @@ class Responses(Dialect):
 
     @staticmethod
     def read(body: bytes) -> Question:
-        asked = read_body(body, _Body)
+        asked = parse_body(body, _Body)
         if asked.settings.get("previous_response_id"):
             raise HttpRefusal(400, "previous_response_id: responses are not stored here; send the input whole")
         items = [{"role": "user", "content": asked.input}] if isinstance(asked.input, str) else asked.input

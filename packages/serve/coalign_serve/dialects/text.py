@@ -22,20 +22,11 @@ class TextCompletions(ChatCompletions):
         super().__init__(question, identity)
         self._offsets: Counter[int] = Counter()  # characters of the tokens whose log-probs were written, by answer
 
-    def write(self, answers: Sequence[Answer]) -> Json:
-        choices = [
-            {
-                "index": index,
-                "text": answer.text,
-                "finish_reason": answer.finish,
-                "logprobs": self._write_logprobs(index, answer.logprobs),
-            }
-            for index, answer in enumerate(answers)
-        ]
-        return {**self._head(self.object_type), "choices": choices, "usage": self._count(answers)}
-
     def begin(self) -> Iterator[Event]:
         yield from ()
+
+    def _write_answer(self, answer: Answer) -> Json:
+        return {"text": answer.text}
 
     def _write_delta(self, delta: Json) -> Json:
         return {"text": delta.get("content", "")}

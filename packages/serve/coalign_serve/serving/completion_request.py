@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from coalign.config.errors import describe_error, format_key, suggest
 from coalign.config.schema import SamplingConfig
 from coalign.data.images.expansion import Placeholders
 from coalign.data.images.placeholders import read_part
@@ -18,7 +17,7 @@ from coalign.data.sources import BadRow
 from coalign.data.templates import PlainText, Template, locate_images
 from coalign.http_types import HttpRefusal
 from coalign.types import ImageSpan
-from coalign_serve.dialects.question import MAX_ANSWERS, Limit, Question, Stop, read_stop
+from coalign_serve.dialects.question import MAX_ANSWERS, Limit, Question, Stop, StreamOptions, read_stop, refuse
 from coalign_serve.serving.engine_loop import GenerationJob
 from coalign_serve.serving.request_images import RequestImages
 
@@ -85,9 +84,7 @@ class SamplingSettings(BaseModel):
     response_format: _ResponseFormat | None = None
     text: _TextFormat | None = None
 
-    def plan(
-        self, prompts: Sequence[TokenizedPrompt], answers: int, limit: int, stops: tuple[str, ...]
-    ) -> list[GenerationJob]:
+    def plan(self, prompts: Sequence[TokenizedPrompt], question: Question, default_limit: int) -> list[GenerationJob]:
         """Return a job for each prompt. Equal seeds sample alike; without one, every request samples differently."""
         sampling = SamplingConfig(
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -97,8 +94,11 @@ class SamplingSettings(BaseModel):
             repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
         )
         first = secrets.randbits(STREAM_BITS) if self.seed is None else self.seed
+        limit = default_limit if question.limit is None else question.limit
         return [
-            GenerationJob(tokens, answers, sampling, limit, stops, (first + i) % 2**STREAM_BITS, images)
+            GenerationJob(
+                tokens, question.answers, sampling, limit, question.stop, (first + i) % 2**STREAM_BITS, images
+            )
             for i, (tokens, images) in enumerate(prompts)
         ]
 
@@ -112,7 +112,7 @@ def read_settings(question: Question) -> tuple[SamplingSettings, list[str]]:
     try:
         settings = SamplingSettings.model_validate(known)
     except ValidationError as error:
-        raise _refuse(error, SamplingSettings) from None
+        raise refuse(error, SamplingSettings) from None
     dropped = [f"tools.{name}" for name in question.dropped_tools]
     return settings, [*dropped, *sorted(question.settings.keys() - known.keys())]
 
@@ -149,12 +149,6 @@ def _list_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
     return [item for content in contents if isinstance(content, list) for item in content if isinstance(item, Mapping)]
 
 
-class _StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    include_usage: bool = False
-
-
 class CompletionRequest(SamplingSettings):
     """The body of POST /v1/completions. A prompt is a text, or token ids."""
 
@@ -164,7 +158,7 @@ class CompletionRequest(SamplingSettings):
     max_tokens: Limit = None
     stop: Stop = None
     stream: bool | None = None
-    stream_options: _StreamOptions | None = None
+    stream_options: StreamOptions | None = None
     logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     echo: Literal[False] | None = None
     suffix: Literal[""] | None = None
@@ -200,26 +194,3 @@ class CompletionRequest(SamplingSettings):
             ]
         except BadRow as error:
             raise HttpRefusal(400, str(error)) from None
-
-
-def read_request(body: bytes) -> CompletionRequest:
-    """Read a request. Raises HttpRefusal that names each wrong key, and for an unknown one the nearest."""
-    try:
-        return CompletionRequest.model_validate_json(body)
-    except ValidationError as error:
-        raise _refuse(error, CompletionRequest) from None
-
-
-def _refuse(error: ValidationError, body_type: type[BaseModel]) -> HttpRefusal:
-    problems = dict.fromkeys(_describe(problem, body_type) for problem in error.errors(include_url=False))
-    return HttpRefusal(400, "; ".join(list(problems)[:4]))
-
-
-def _describe(problem: Any, body_type: type[BaseModel]) -> str:
-    key = problem["loc"]
-    if problem["type"] == "extra_forbidden":
-        return f"{key[-1]}: unknown key{suggest(str(key[-1]), body_type.model_fields)}"
-    limits = {"le": 0, "max_length": 0}
-    if any(problem.get("ctx", {}).get(name) == value for name, value in limits.items()) and len(key) == 1:
-        return f"{key[0]}: is not supported by this server; leave it out"
-    return ": ".join(filter(None, (format_key(key[:1]), describe_error(problem))))

@@ -20,15 +20,16 @@ from coalign.http_server import EventStream, Request, Response, Server, read_bod
 from coalign.http_types import Event, HttpRefusal
 from coalign.report.display import Display
 from coalign_serve.config.serving import CompletionServerConfig
-from coalign_serve.dialects import DIALECTS, Answer, ChatCompletions, Dialect, Messages
+from coalign_serve.dialects import DIALECTS, Answer, Dialect, Messages, describe_error, describe_model
 from coalign_serve.dialects.answer import PROMPT_END
+from coalign_serve.dialects.question import parse_body
 from coalign_serve.dialects.text import TextCompletions
 from coalign_serve.formats import AnswerFormat, find_format
 from coalign_serve.run_model import choose_template, find_model
 from coalign_serve.serving.completion_answer import GrowingAnswer
 from coalign_serve.serving.completion_request import (
+    CompletionRequest,
     decode_images,
-    read_request,
     read_settings,
     tokenize,
 )
@@ -133,7 +134,7 @@ class CompletionEndpoint:
         question = dialect.read(await self._read(request))
         self._check_model(question.model)
         settings, ignored = read_settings(question)
-        if question.tools and question.reads_calls and self._text.format is None:
+        if question.offers_tools and self._text.format is None:
             raise HttpRefusal(400, "tools: the server was started without `--tool-parser`, so it reads no tool calls")
         images = None if self._config.images is None else RequestImages(self._config.images)
         with ExitStack() as stack:
@@ -142,19 +143,17 @@ class CompletionEndpoint:
                 async with self._decoding:
                     await asyncio.to_thread(decode_images, question.messages, self._template, images)
             prompts = [await self._tokenize(lambda: tokenize(question, self._template, images))]
-            limit = self._config.max_new_tokens if question.limit is None else question.limit
-            jobs = settings.plan(prompts, question.answers, limit, question.stop)
+            jobs = settings.plan(prompts, question, self._config.max_new_tokens)
             reply = dialect(question, secrets.token_hex(12))
-            reads = self._text.format if question.tools and question.reads_calls else None
+            reads = self._text.format if question.offers_tools else None
             return await self._answer(request, jobs, reply, reads, stack, ignored)
 
     async def complete(self, request: Request) -> Response | EventStream:
         """Answer POST /v1/completions."""
-        body = read_request(await self._read(request))
+        body = parse_body(await self._read(request), CompletionRequest)
         self._check_model(body.model)
         prompts, question = await self._tokenize(lambda: body.tokenize(self._text.plain)), body.question
-        limit = self._config.max_new_tokens if question.limit is None else question.limit
-        jobs = body.plan(prompts, question.answers, limit, question.stop)
+        jobs = body.plan(prompts, question, self._config.max_new_tokens)
         reply = TextCompletions(question, secrets.token_hex(12))
         return await self._answer(request, jobs, reply, None, ExitStack(), [])
 
@@ -188,8 +187,7 @@ class CompletionEndpoint:
         return self._text.template
 
     def _describe(self) -> dict[str, Any]:
-        head = {"id": self._name, "object": "model", "type": "model", "display_name": self._name}
-        return {**head, "created": self._started_at, "owned_by": "coalign"}
+        return describe_model(self._name, self._started_at)
 
     async def _read(self, request: Request) -> bytes:
         self._key.check(request)
@@ -333,9 +331,3 @@ async def _write_events(
     finally:
         await events.aclose()
         held.close()
-
-
-def describe_error(path: str, status: int, message: str) -> dict[str, Any]:
-    """Return an error in the dialect of the path; elsewhere in that of chat completions."""
-    named = next((dialect for dialect in DIALECTS if dialect.path in path), ChatCompletions)
-    return named.describe_error(status, message)
