@@ -15,18 +15,13 @@ import resource
 import time
 from contextlib import ExitStack
 
-import torch
-
 from coalign.data.templates import load_template
 from coalign.environments.episode import EnvironmentClock, Episode
 from coalign.environments.rendering import Rendering
-from coalign.types import Response, Status
 from coalign_agents.gateway import join_gateway
-from coalign_agents.session import EpisodeSession, GatewayConfig
+from coalign_agents.session import LOOPBACK, EpisodeSession
+from coalign_agents.trial import ScriptedPolicy, build_tokenizer
 from coalign_serve.dialects import DIALECTS
-from coalign_serve.formats import find_format
-from tests.environments.helpers import TOOLS_CHATML
-from tests.tiny import tiny_tokenizer
 
 _TOOLS = [{"type": "function", "function": {"name": f"tool_{i}", "description": "Does something. " * 20,
                                             "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}}
@@ -35,27 +30,7 @@ _SYSTEM = "You are a careful agent. " * 80
 _ANSWER = "It is " + "a" * 57
 
 
-class _Policy:
-    """Says the same thing at once."""
-
-    capacity = None
-
-    def __init__(self, tokenizer: object) -> None:
-        self.tokenizer = tokenizer
-        self.tokens = torch.tensor([*tokenizer(_ANSWER, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id])
-
-    async def respond(self, tokens: list[int], **_: object) -> Response:
-        zeros = torch.zeros(len(self.tokens))
-        return Response(self.tokens, zeros, zeros.to(torch.int64), Status.OK)
-
-    def forget(self, group: int, index: int) -> None:
-        pass
-
-    def decode(self, tokens: list[int], *, special: bool) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=not special)
-
-
-def _begin(index: int, rendering: Rendering, policy: _Policy) -> Episode:
+def _begin(index: int, rendering: Rendering, policy: ScriptedPolicy) -> Episode:
     episode = Episode(row={"messages": []}, group=index, index=0, seed=0, prompt=[], max_new_tokens=10**6,
                       policy=policy, rendering=rendering)  # fmt: skip
     episode.clock = EnvironmentClock(1e6, lambda: None)
@@ -99,14 +74,13 @@ def _ask_all(keys: list[str], port: int, turns: int, dialect: str, path: str, pi
 
 
 async def _measure(episodes: int, turns: int, dialect: str) -> None:
-    tokenizer = tiny_tokenizer(chat_template=TOOLS_CHATML)
-    rendering, policy = Rendering(load_template(tokenizer, "auto")), _Policy(tokenizer)
+    tokenizer = build_tokenizer()
+    rendering, policy = Rendering(load_template(tokenizer, "auto")), ScriptedPolicy(tokenizer, [_ANSWER])
     named = next(item for item in DIALECTS if item.__name__.lower().startswith(dialect))
     started = [_begin(index, rendering, policy) for index in range(episodes)]
-    async with join_gateway(GatewayConfig()) as gateway:
+    async with join_gateway(LOOPBACK) as gateway:
         with ExitStack() as stack:
-            read = find_format("hermes")
-            keys = [stack.enter_context(gateway.admit(EpisodeSession(one, read))) for one in started]
+            keys = [stack.enter_context(gateway.admit(EpisodeSession(one, "hermes"))) for one in started]
             ours, theirs = multiprocessing.get_context("spawn").Pipe()
             port = int(gateway.address.rsplit(":", 1)[1])
             client = multiprocessing.get_context("spawn").Process(

@@ -16,12 +16,11 @@ from pydantic import PositiveInt
 from coalign.config.functions import bind, resolve
 from coalign.environments.episode import Episode
 from coalign_agents.calls import call_function
-from coalign_agents.session import EpisodeSession, GatewayConfig
+from coalign_agents.session import LOOPBACK, EpisodeSession, GatewayConfig
 from coalign_serve.dialects import ChatCompletions, Dialect, Messages, Responses
-from coalign_serve.formats import check_format, find_format
+from coalign_serve.formats import check_format
 
 _HOME = "coalign_agents.agent"
-_LOOPBACK = GatewayConfig()
 
 
 class Record(dict[str, Any]):
@@ -89,7 +88,7 @@ async def agent(
     serve_http: bool = False,
     untrained: list[str] = ["aux"],  # noqa: B006
     max_turns: PositiveInt = 500,
-    gateway: GatewayConfig = _LOOPBACK,
+    gateway: GatewayConfig = LOOPBACK,
 ) -> None:
     """Run a person's function ``run(client, row, **arguments)`` with the policy behind ``client``.
 
@@ -104,7 +103,7 @@ async def agent(
     """
     fn = resolve(run, _HOME)
     settings = bind(fn, arguments, "rollout.arguments")
-    session = EpisodeSession(episode, find_format(parser, episode.rendering.tokenizer), untrained, max_turns)
+    session = EpisodeSession(episode, parser, untrained, max_turns)
     try:
         if serve_http:
             from coalign_agents.gateway import join_gateway

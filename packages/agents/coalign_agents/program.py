@@ -11,11 +11,11 @@ from pydantic import PositiveFloat, PositiveInt
 
 from coalign.environments.episode import Episode
 from coalign_agents.gateway import join_gateway
-from coalign_agents.session import EpisodeSession, GatewayConfig
+from coalign_agents.session import LOOPBACK, EpisodeSession, GatewayConfig
 from coalign_graders.boxes import BoxResult, SandboxConfig, open_sandbox
-from coalign_serve.formats import check_format, find_format
+from coalign_serve.formats import check_format
 
-_BUBBLEWRAP, _LOOPBACK = SandboxConfig(type="bwrap"), GatewayConfig()
+_BUBBLEWRAP = SandboxConfig(type="bwrap")
 _MISSING = (126, 127)  # exit codes of shells for a program that cannot be run
 
 
@@ -32,7 +32,7 @@ async def program(
     parser: str = "hermes",
     untrained: list[str] = ["aux"],  # noqa: B006
     max_turns: PositiveInt = 500,
-    gateway: GatewayConfig = _LOOPBACK,
+    gateway: GatewayConfig = LOOPBACK,
 ) -> None:
     """Run ``command`` in a box; its environment variables say where the policy is (see `list_variables`).
 
@@ -46,7 +46,7 @@ async def program(
     there, drop the episode (counted by the exception's name): they say nothing about the policy. Other arguments are
     those of `agent`.
     """
-    session = EpisodeSession(episode, find_format(parser, episode.rendering.tokenizer), untrained, max_turns)
+    session = EpisodeSession(episode, parser, untrained, max_turns)
     async with join_gateway(gateway) as server, open_sandbox(sandbox) as box:
         address = server.address if gateway.url else f"http://{await box.expose(server.port)}"
         with server.admit(session) as key:

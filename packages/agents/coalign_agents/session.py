@@ -17,7 +17,7 @@ from coalign.environments.tree import Turn
 from coalign.http_types import HttpRefusal
 from coalign_serve.dialects import Answer, Question
 from coalign_serve.dialects.answer import PROMPT_END, read_answer
-from coalign_serve.formats import AnswerFormat
+from coalign_serve.formats import find_format
 
 _GRACE = 0.02  # seconds in which the news arrive that a client has left which asks again
 _NO_RETRY = {"x-should-retry": "false"}  # read by OpenAI's and Anthropic's clients, which repeat status 409
@@ -34,6 +34,9 @@ class GatewayConfig(Section):
     """The address under which other machines reach host and port, such as `http://10.0.0.5:8123`."""
     keepalive: PositiveFloat = 5.0
     """Seconds after which a streamed request is told that its answer is being computed, and again and again."""
+
+
+LOOPBACK = GatewayConfig()
 
 
 class AnsweredTurns(NamedTuple):
@@ -67,12 +70,12 @@ class EpisodeSession:
     """
 
     def __init__(
-        self, episode: Episode, read: AnswerFormat, untrained: Sequence[str] = ("aux",), max_turns: int = 500
+        self, episode: Episode, parser: str, untrained: Sequence[str] = ("aux",), max_turns: int = 500
     ) -> None:
-        """``read``: the format of answers. ``untrained``: names of models under which the policy is asked for turns
-        that are not trained on. ``max_turns``: those of the episode."""
+        """``parser`` names the format of answers. ``untrained``: names of models under which the policy is asked for
+        turns that are not trained on. ``max_turns``: those of the episode."""
         self.episode, self.max_turns = episode, max_turns
-        self._read, self._untrained = read, frozenset(untrained)
+        self._read, self._untrained = find_format(parser, episode.rendering.tokenizer), frozenset(untrained)
         self.models = ("policy", *untrained)  # names for clients that ask; any other is the policy's, too
         self.uses: Counter[tuple[str, str]] = Counter()  # what HTTP requests asked for: (what of them, its name)
         self._asked = 0

@@ -18,9 +18,8 @@ from coalign.environments.rendering import Rendering
 from coalign.types import Response, Status
 from coalign_agents.gateway import join_gateway
 from coalign_agents.program import fill, list_variables
-from coalign_agents.session import EpisodeSession, GatewayConfig
+from coalign_agents.session import LOOPBACK, EpisodeSession
 from coalign_graders.boxes import BoxResult, SandboxConfig, open_sandbox
-from coalign_serve.formats import find_format
 
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _TEMPLATE = (
@@ -106,8 +105,8 @@ async def try_agent(
         rendering=Rendering(load_template(tokenizer, "auto")),
     )
     episode.clock = EnvironmentClock(_SECONDS_FOR_EVER, lambda: None)
-    session = EpisodeSession(episode, find_format("hermes"))
-    async with join_gateway(GatewayConfig()) as server, open_sandbox(sandbox) as box:
+    session = EpisodeSession(episode, "hermes")
+    async with join_gateway(LOOPBACK) as server, open_sandbox(sandbox) as box:
         with server.admit(session) as key:
             variables = list_variables(f"http://{await box.expose(server.port)}", key)
             words = [fill(word, {"url": variables["OPENAI_BASE_URL"]}) for word in command]

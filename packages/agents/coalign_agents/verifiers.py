@@ -20,11 +20,10 @@ from pydantic import PositiveInt
 
 from coalign.environments.episode import Episode
 from coalign_agents.gateway import join_gateway
-from coalign_agents.session import EpisodeSession, GatewayConfig
-from coalign_serve.formats import check_format, find_format
+from coalign_agents.session import LOOPBACK, EpisodeSession, GatewayConfig
+from coalign_serve.formats import check_format
 
 _WORKER = Path(__file__).with_name("verifiers_worker.py")
-_LOOPBACK = GatewayConfig()
 _MAX_LINE = 64 * 2**20  # bytes
 _workers: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Task[HubWorker]]] = WeakKeyDictionary()
 
@@ -119,7 +118,7 @@ async def verifiers(
     python: str,
     parser: str = "hermes",
     max_turns: PositiveInt = 500,
-    gateway: GatewayConfig = _LOOPBACK,
+    gateway: GatewayConfig = LOOPBACK,
 ) -> None:
     """Play the row's ``task`` of a verifiers environment; its reward is that of the traces that verifiers trains.
 
@@ -130,7 +129,7 @@ async def verifiers(
     room left: then it is a truncated sample, of reward 0 if nobody scored it.
     """
     worker = await _share_worker(python, env)
-    session = EpisodeSession(episode, find_format(parser, episode.rendering.tokenizer), max_turns=max_turns)
+    session = EpisodeSession(episode, parser, max_turns=max_turns)
     async with join_gateway(gateway) as server:
         with server.admit(session) as key:
             base_url = f"{server.address}/{key}/v1"

@@ -18,7 +18,6 @@ from coalign_agents.agent import agent
 from coalign_agents.session import EpisodeSession, GatewayConfig
 from coalign_serve.dialects import ChatCompletions
 from coalign_serve.dialects.question import MAX_ANSWERS
-from coalign_serve.formats import find_format
 from tests.environments.helpers import TOKENIZER, Script, chosen, episode, play
 
 HERE = "packages.agents.tests.test_gateway"
@@ -312,7 +311,7 @@ def test_nonsense_is_refused_in_one_line_and_the_episode_goes_on():
 
 def test_a_question_after_the_end_is_refused():
     """agent-lightning 218: a late rollout crashed the step."""
-    session = EpisodeSession(episode("5"), find_format("hermes"))
+    session = EpisodeSession(episode("5"), "hermes")
     session.close()
     question = ChatCompletions.read(json.dumps({"messages": QUESTION}).encode())
     with pytest.raises(Exception, match="the episode has ended") as refused:
